@@ -9,7 +9,7 @@ from typing import Any
 __version__ = "0.2.0"
 _PLACES = {
     "ExportError": ("folder", "ExportError"),
-    "LanguageModel": ("language_model", "LanguageModel"),
+    "LanguageModel": ("onnx", "LanguageModel"),
     "Translator": ("onnx", "OnnxTranslator"),
 }
 __all__ = ["ExportError", "LanguageModel", "Translator"]

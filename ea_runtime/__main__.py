@@ -25,9 +25,8 @@ def main() -> None:
     parser.add_argument("--beam", type=int, metavar="N", help="width of the search (default: the export's)")
     parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (default: the export's)")
     parser.add_argument("--n-best", type=int, default=1, metavar="N", help="above 1: score, tab, text; N lines each")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="sentences at once (default: 32)")
-    buffer = "lines read, and translations printed, at once (default: four batches; 1 at a terminal)"
-    parser.add_argument("--buffer", type=int, metavar="N", help=buffer)
+    batch = "sentences at once (default: 32); four batches are read and printed together, at a terminal each line"
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help=batch)
     parser.add_argument("--threads", type=int, metavar="N", help="default: one for each core")
     parser.add_argument("--serve", metavar="[HOST:]PORT", help="answer over HTTP; without HOST, to this machine alone")
     args = parser.parse_args()
@@ -44,10 +43,7 @@ def _run(args: argparse.Namespace) -> None:
     from ea_runtime.search import check_whole
 
     try:
-        if args.buffer is None:
-            args.buffer = 1 if sys.stdin and sys.stdin.isatty() else 4 * args.batch
-        for name in ("batch", "buffer"):
-            check_whole(f"--{name}", getattr(args, name))
+        check_whole("--batch", args.batch)
         for name in ("stdout",) if args.serve is not None else ("stdin", "stdout"):
             if getattr(sys, name) is None:
                 raise ValueError(f"{name} is closed; give it a file, a pipe or a terminal")
@@ -79,7 +75,7 @@ def _translate(args: argparse.Namespace) -> Iterator[str]:
     from ea_runtime import Translator
 
     translator = Translator(args.folder, args.threads)
-    for first, lines in _parts(args.buffer):
+    for first, lines in _parts(args.batch):
         translations = translator.scored(lines, args.beam, args.lenpen, args.n_best, args.batch, first=first)
         for hypotheses in translations:
             for text, score in hypotheses:
@@ -92,7 +88,7 @@ def _score(args: argparse.Namespace) -> Iterator[str]:
 
     _refuse_search(args, "a language model scores lines, and")
     model, total, count = LanguageModel(args.folder, args.threads), 0.0, 0
-    for first, lines in _parts(args.buffer):
+    for first, lines in _parts(args.batch):
         for score, tokens in model.score(lines, args.batch, first):
             total, count = total + score, count + tokens
             yield f"{score:.4f}\t{tokens}"
@@ -117,14 +113,15 @@ def _serve(args: argparse.Namespace) -> None:
     serve(translator, args.serve, batch=args.batch, started=_print)
 
 
-def _parts(size: int) -> Iterator[tuple[int, list[str]]]:
-    """Lines of standard input, `size` at a time, each with the number of its first; those before a bad one, too.
+def _parts(batch: int) -> Iterator[tuple[int, list[str]]]:
+    """Lines of standard input, some at a time, with the number of the first; those before a bad one, too.
 
     Progress goes to a terminal on which no translations appear.
     """
     from ea_artifacts.files import batches
 
     begin, done = time.monotonic(), 0
+    size = 1 if sys.stdin.isatty() else 4 * batch
     shown = sys.stderr is not None and sys.stderr.isatty() and not sys.stdout.isatty()
     for first, lines in batches(sys.stdin.buffer, "standard input", size):
         yield first, lines

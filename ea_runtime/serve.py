@@ -12,9 +12,9 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,12 +23,12 @@ from typing import Annotated, Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel, FailFast, ValidationError
+from pydantic import BaseModel, FailFast, Field, PositiveInt, ValidationError
 from starlette.requests import ClientDisconnect
 
 from ea_runtime import __version__
 from ea_runtime.connections import ACCEPTED, protocol
-from ea_runtime.search import Settings, check_n_best, check_number, check_whole
+from ea_runtime.search import Settings, check_n_best, check_whole
 from ea_runtime.translator import EOS, Translator
 
 logger = logging.getLogger(__name__)
@@ -41,45 +41,39 @@ FIXED = 20
 BACKLOG = 1024
 #: The page loads nothing from elsewhere; this header lets the browser enforce that.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+#: Above 0.
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: Ends a request that no client waits for any more; uvicorn drops the answer.
 GONE = (499, "the client has closed the connection")
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(BaseModel, frozen=True, extra="forbid", strict=True):
     """The most that the server accepts; everything above is refused with a status and a sentence."""
 
     #: open together
-    connections: int = 200
+    connections: PositiveInt = 200
     #: until the headers of a request are complete
-    headers: float = 10.0
+    headers: Seconds = 10.0
     #: of a request's body
-    bytes: int = 250_000
+    bytes: PositiveInt = 250_000
     #: of a request
-    lines: int = 100
+    lines: PositiveInt = 100
     #: of a request's lines together
-    total_letters: int = 25_000
+    total_letters: PositiveInt = 25_000
     #: of a line
-    words: int = 250
+    words: PositiveInt = 250
     #: of a line
-    letters: int = 2_500
+    letters: PositiveInt = 2_500
     #: of a word, by spaces; the time that subwords take grows with the square of its length
-    word_letters: int = 500
+    word_letters: PositiveInt = 500
     #: width of the search; also where a request sets none
-    beam: int = 20
+    beam: PositiveInt = 20
     #: of a line, beam x (subwords + FIXED); one call of the translator, which nothing can interrupt, has twice as much
-    work: int = 1_500
+    work: PositiveInt = 1_500
     #: lines of all requests that wait for the translator
-    waiting: int = 1_000
+    waiting: PositiveInt = 1_000
     #: from a request's arrival to its answer
-    seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            if isinstance(limit.default, int):
-                check_whole(limit.name, getattr(self, limit.name), most=1_000_000_000)
-            else:
-                check_number(limit.name, getattr(self, limit.name), 0.001, 1_000_000)
+    seconds: Seconds = 30.0
 
 
 class Asked(BaseModel, extra="forbid", strict=True):
@@ -147,15 +141,6 @@ class Batches:
     def waiting(self) -> int:
         """The number of lines that wait."""
         return self.checked + sum(not line.answer.done() for line in self._lines)
-
-    @contextlib.contextmanager
-    def checking(self, lines: int) -> Iterator[None]:
-        """Count these lines as waiting in this context."""
-        self.checked += lines
-        try:
-            yield
-        finally:
-            self.checked -= lines
 
     def add(self, lines: list[Line]) -> None:
         """Translate the lines of a request. Cancel a line's answer to take the line back."""
@@ -246,10 +231,13 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
             sentence = f"the queue is full ({batches.waiting} lines); try again soon"
             raise HTTPException(503, sentence, {"Retry-After": "1"})
         lines = []
-        with batches.checking(len(asked.lines)):
+        batches.checked += len(asked.lines)
+        try:
             for number, text in enumerate(asked.lines, 1):
                 ids = await check(_encoded, text, number, settings.beam, translator, limits)
                 lines.append(Line([*ids, EOS], settings, asked.n_best))
+        finally:
+            batches.checked -= len(asked.lines)
         batches.add(lines)
         results = await _answers(lines)
         began = min((began for _, began, _ in results), default=arrived)
@@ -277,11 +265,10 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
     async def health() -> dict[str, Any]:
         return {"status": "ok", **languages, "waiting": batches.waiting}
 
-    @app.head("/", include_in_schema=False)
-    @app.get("/", response_class=HTMLResponse)
-    async def index() -> HTMLResponse:
+    async def index(_: Request) -> HTMLResponse:
         return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
 
+    app.add_route("/", index, include_in_schema=False)
     return app
 
 
@@ -451,16 +438,12 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().call_soon_threadsafe(connection.end)
 
 
-def _tell(address: str) -> None:
-    print(address, flush=True)
-
-
 def serve(
     translator: Translator,
     address: str,
     limits: Limits | None = None,
     batch: int = 32,
-    started: Callable[[str], None] = _tell,
+    started: Callable[[str], None] = lambda address: print(address, flush=True),
 ) -> None:
     """Answer requests until Ctrl-C or SIGTERM; those that run then are still answered.
 

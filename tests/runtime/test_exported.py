@@ -204,18 +204,12 @@ def test_models_that_read_or_round_otherwise_are_told_apart(monkeypatch):
     assert "--output-dictionary-size" in reason_against(fewer)
 
 
-@pytest.mark.parametrize("buffer", ["2", "1000"])
-def test_bytes_that_are_no_text_lose_no_line_before_them(pair, buffer):
+def test_bytes_that_are_no_text_lose_no_line_before_them(pair):
     whole = runtime(pair / "float32", text=b"Haus.\nHund.\nBaum.\n")
-    done = runtime(pair / "float32", "--buffer", buffer, text=b"Haus.\nHund.\nBaum.\nK\xffatze\nBuch.\n")
+    done = runtime(pair / "float32", text=b"Haus.\nHund.\nBaum.\nK\xffatze\nBuch.\n")
     assert done.returncode == 1
     assert done.stdout == whole.stdout
     assert done.stderr == b"ea_runtime: standard input:4: not UTF-8: invalid start byte at byte 2\n"
-
-
-def test_a_byte_order_mark_is_no_text(pair):
-    marked, plain = (runtime(pair / "float32", text=text) for text in ("\ufeffHaus, Hund.\n", "Haus, Hund.\n"))
-    assert marked.stdout == plain.stdout != ""
 
 
 def test_several_translations_of_a_line_have_scores(pair):
@@ -234,8 +228,8 @@ MANY = "printf 'Haus.\n%.0s' {1..3000} |"  # less than a pipe holds
 @pytest.mark.parametrize(
     ("before", "after", "status", "said"),
     [
-        (MANY, "--beam 1 --buffer 10 | head -n 1", 141, ""),
-        (MANY, "--beam 1 --buffer 10 > /dev/full", 1, "standard output: No space left on device"),
+        (MANY, "--beam 1 --batch 10 | head -n 1", 141, ""),
+        (MANY, "--beam 1 --batch 10 > /dev/full", 1, "standard output: No space left on device"),
         ("", "--serve 0 > /dev/full", 1, "standard output: No space left on device"),
         ("", "0<&-", 1, "stdin is closed"),
         ("", "1>&-", 1, "stdout is closed"),
@@ -250,44 +244,35 @@ def test_streams_that_are_closed_or_full_end_the_command(pair, before, after, st
     assert said in done.stderr
 
 
-def test_at_a_terminal_each_line_is_answered_at_once(pair):
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "ea_runtime", pair / "float32", "--beam", "1"]
-    options = {"stdin": theirs, "stdout": subprocess.PIPE, "cwd": REPO, "env": ENVIRONMENT}
-    with subprocess.Popen(words, **options) as process:
-        os.write(ours, b"Haus.\n")
-        assert process.stdout.readline()
-        os.write(ours, b"\x04")  # one Ctrl-D
-        assert process.wait(timeout=60) == 0
-
-
-def test_translations_are_printed_as_they_are_made(pair):
-    """By default, four batches together."""
+@pytest.mark.parametrize("terminal, lines", [(True, 1), (False, 8)], ids=["terminal", "pipe"])
+def test_translations_are_printed_as_they_are_made(pair, terminal, lines):
+    """By default, four batches together; at a terminal, each line."""
+    theirs, ours = pty.openpty()[::-1] if terminal else os.pipe()
     words = [sys.executable, "-m", "ea_runtime", pair / "float32", "--beam", "1", "--batch", "2"]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": REPO, "env": ENVIRONMENT}
-    with subprocess.Popen(words, **options) as process:
-        process.stdin.write(b"Haus.\n" * 9)
-        process.stdin.flush()
-        assert all(process.stdout.readline() for _ in range(8))
+    with subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, cwd=REPO, env=ENVIRONMENT) as process:
+        os.write(ours, b"Haus.\n" * lines)
+        assert all(process.stdout.readline() for _ in range(lines))
         assert process.poll() is None
-        assert process.communicate(timeout=60)[0].count(b"\n") == 1
+        os.write(ours, b"\x04" if terminal else b"Haus.\n")  # one Ctrl-D
+        os.close(ours)
+        assert process.communicate(timeout=60)[0].count(b"\n") == (not terminal)
 
 
 def test_progress_is_shown_on_a_terminal_that_shows_no_translations(pair, tmp_path):
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "ea_runtime", pair / "float32", "--beam", "1", "--buffer", "2"]
+    words = [sys.executable, "-m", "ea_runtime", pair / "float32", "--beam", "1", "--batch", "1"]
     with (tmp_path / "out").open("wb") as out:
-        done = subprocess.run(words, input=b"Haus.\n" * 3, stdout=out, stderr=theirs, check=False, cwd=REPO)
+        done = subprocess.run(words, input=b"Haus.\n" * 5, stdout=out, stderr=theirs, check=False, cwd=REPO)
     said = os.read(ours, 1000).decode()
-    assert done.returncode == 0 and "2 lines, " in said and "3 lines, " in said and said.endswith("\r\n")
-    assert (tmp_path / "out").read_bytes().count(b"\n") == 3
+    assert done.returncode == 0 and "4 lines, " in said and "5 lines, " in said and said.endswith("\r\n")
+    assert (tmp_path / "out").read_bytes().count(b"\n") == 5
 
 
 def test_a_line_of_ten_thousand_words_is_cut_and_named(pair):
-    text = "Haus.\n" + "Hund " * 10_000 + "\nBaum.\n"
-    done = runtime(pair / "float32", "--beam", "1", "--buffer", "1", text=text)
-    assert (done.returncode, done.stdout.count("\n"), done.stderr.count("\n")) == (0, 3, 1)
-    assert done.stderr.startswith("line 2: ")
+    text = "Haus.\n" * 4 + "Hund " * 10_000 + "\nBaum.\n"
+    done = runtime(pair / "float32", "--beam", "1", "--batch", "1", text=text)
+    assert (done.returncode, done.stdout.count("\n"), done.stderr.count("\n")) == (0, 6, 1)
+    assert done.stderr.startswith("line 5: ")
 
 
 def test_files_of_two_exports_are_not_mixed(pair, tmp_path):

@@ -16,7 +16,7 @@ from ea_tools.translating import export
 
 pytestmark = pytest.mark.slow
 
-LINES = ["The dog, the cat.", "The house.", "", "The garden, the bird, the dog, the house."]
+LINES = ["The dog, the cat.", "The house.", "", "The garden, the bird, the dog, the house.", "The cat."]
 
 
 @pytest.fixture(scope="module", params=["ea_transformer_lm", "transformer_lm"])
@@ -82,7 +82,7 @@ def test_what_cannot_be_completed_is_refused(pair, settings, message):
 def test_the_command_prints_scores_and_perplexity(pair):
     _, folder = pair
     scores = LanguageModel(folder, threads=1).score(LINES)
-    done = runtime(folder, "--buffer", "2", text="".join(f"{line}\n" for line in LINES))
+    done = runtime(folder, "--batch", "1", text="".join(f"{line}\n" for line in LINES))
     assert [line.split("\t") for line in done.stdout.splitlines()] == [[f"{x:.4f}", str(n)] for x, n in scores]
     total, count = (sum(column) for column in zip(*scores, strict=True))
     assert done.stderr == f"perplexity {math.exp(-total / count):.2f} of {count} tokens\n"
