@@ -14,6 +14,7 @@ from evolving_attention.call import Result
 from evolving_attention.evolution import RULES, Evolution
 from evolving_attention.kernels import cpu
 from evolving_attention.masks import combine
+from evolving_attention.private import has_hooks
 
 ENCODER, DECODER, CROSS = Geometry
 
@@ -253,6 +254,14 @@ def test_a_call_without_dropout_leaves_the_generator_alone():
     q, weight = torch.zeros(1, 2, 5, 4), torch.zeros(2, 2, 3, 3)
     evolving_attention(q, q, q, None, weight, torch.zeros(2))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_every_kind_of_hook_is_seen(kind):
+    module = torch.nn.Linear(1, 1)
+    assert not has_hooks(module)
+    getattr(module, f"register_{kind}_hook")(lambda *_: None)
+    assert has_hooks(module)
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (2, 5, 5), (5,)])

@@ -147,7 +147,7 @@ def made_checkpoint(path, updates, **extra_state):
 
     state = {
         "model": {"w": torch.full((64,), float(updates))},
-        "optimizer_history": [{"num_updates": updates}],
+        "optimizer_history": [{"num_updates": 0}, {"num_updates": updates}],  # of a run that was resumed
         "last_optimizer_state": {},
         "extra_state": {"val_loss": 1.0, "best": 1.0, "train_iterator": {"epoch": 1}, **extra_state},
     }

@@ -10,6 +10,7 @@ from helpers.promises import check_steps, sharp
 from torch.testing import assert_close
 
 from ea_fairseq import decoding, graphs
+from ea_fairseq.layers import EADecoderLayer
 from ea_tools.bench.tape import Tape
 
 SOURCE = batch([9, 2, 6, 1, 4])
@@ -25,9 +26,9 @@ def tapes(monkeypatch):
         yield made
 
 
-def search(model, beam, graphs=True, prefix=None):
+def search(model, beam, graphs=True):
     model.decoder.graphs = graphs
-    return promises.search(model, SOURCE, beam, longest=24, prefix=prefix)
+    return promises.search(model, SOURCE, beam, longest=24)
 
 
 def assert_same(ours, theirs, **limits):
@@ -61,7 +62,10 @@ def test_hypotheses_and_scores_are_those_of_the_decoder(tapes, flags, beam, monk
     assert_same(ours, expected, rtol=1e-5, atol=1e-5)
     count = len([tape for tape in tapes if tape.calls])
     for step in decoding._IDLE[model.decoder]:  # as a search leaves it that went wrong
-        step.own[0].keys.fill_(torch.nan)
+        for cache in (*step.own, *step.source):
+            for x in (cache.keys, cache.values, cache.rows):
+                if x is not None:
+                    x.fill_(torch.nan)
     assert_same(search(model, beam), expected, rtol=1e-5, atol=1e-5)  # by the same recordings
     assert len([tape for tape in tapes if tape.calls]) == count
 
@@ -72,9 +76,15 @@ def test_steps_equal_teacher_forcing_while_beams_move_and_sentences_end(tapes):
     assert any(tape.calls for tape in tapes)
 
 
-def test_padding_in_a_prefix_is_hidden(tapes):
-    model, prefix = sharp(), torch.tensor([[5, 6, 7], [7, 1, 1], [5, 1, 1], [8, 9, 1], [4, 4, 4]])
-    assert_same(search(model, 3, prefix=prefix), search(model, 3, prefix=prefix, graphs=False))
+def test_padding_among_words_is_hidden(tapes):
+    model, words, outputs = sharp(), torch.tensor([[2, 5, 6, 7, 8], [2, 7, 1, 1, 9], [2, 8, 5, 1, 4]]), []
+    source = model.encoder(SOURCE[:3])
+    for model.decoder.graphs in (True, False):
+        state, steps = {}, range(1, words.size(1) + 1)
+        scores = [model.decoder(words[:, :n], encoder_out=source, incremental_state=state)[0] for n in steps]
+        outputs.append(torch.cat(scores, 1)[words.ne(1)])
+    assert any(tape.calls for tape in tapes)
+    assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
 def test_two_searches_at_once_do_not_share_memory(tapes):
@@ -115,7 +125,14 @@ def test_hypotheses_of_one_sentence_move_and_others_are_refused_as_is_a_step_tha
             model.decoder.reorder_incremental_state_scripting(state, torch.tensor(order))
 
 
-@pytest.mark.parametrize("why", ["plain", "hook", "observer", "training", "rows", "predictive"])
+class OtherLayer(EADecoderLayer):
+    """A layer that does what we do not know."""
+
+
+WHY = "plain hook observer training dropout gradients autocast layer rows predictive"
+
+
+@pytest.mark.parametrize("why", WHY.split())
 def test_what_a_graph_would_not_repeat_is_left_to_the_decoder(tapes, why, monkeypatch):
     model = sharp(*{"plain": ["--ea-plain"], "predictive": ["--ea-rule", "predictive", "--ea-beta", 0]}.get(why, []))
     attention = model.decoder.layers[0].self_attn
@@ -125,11 +142,16 @@ def test_what_a_graph_would_not_repeat_is_left_to_the_decoder(tapes, why, monkey
         attention.observer = lambda call: None
     elif why == "training":
         model.decoder.train()
+    elif why == "dropout":
+        attention.dropout_module.p, attention.dropout_module.apply_during_inference = 1e-9, True  # --retain-dropout
+    elif why == "layer":
+        model.decoder.layers[0].__class__ = OtherLayer
     elif why == "rows":
         monkeypatch.setattr(decoding, "MOST_ROWS", 2)
     source, state = model.encoder(SOURCE[:3]), {}
-    for step in (1, 2, 3):
-        model.decoder(torch.full((3, step), 5), encoder_out=source, incremental_state=state)
+    with torch.set_grad_enabled(why == "gradients"), torch.autocast("cpu", torch.bfloat16, why == "autocast"):
+        for step in (1, 2, 3):
+            model.decoder(torch.full((3, step), 5), encoder_out=source, incremental_state=state)
     assert not any(tape.calls for tape in tapes)
 
 
@@ -145,22 +167,28 @@ def test_changed_weights_are_read_and_moved_ones_are_recorded_anew(tapes):
     assert sum(bool(tape.calls) for tape in tapes) > recorded
 
 
-@pytest.mark.parametrize("fault", ["capture", "replay"])
+@pytest.mark.parametrize("fault", ["capture", "replay", "not a number"])
 def test_a_graph_that_fails_or_gives_other_numbers_is_not_used(tapes, fault, monkeypatch, caplog):
     def fail(tape, *_):
         if fault == "capture":
             raise RuntimeError("no capture here")
 
-    monkeypatch.setattr(Tape, fault, fail)
+    if fault == "not a number":
+        monkeypatch.setattr(decoding.Search, "step", lambda search, tokens: (torch.tensor(torch.nan), {}))
+    else:
+        monkeypatch.setattr(Tape, fault, fail)
     model = sharp()
     ours = search(model, 2)
     assert not model.decoder.graphs and "without CUDA graphs" in caplog.text
     assert_same(ours, search(model, 2, graphs=False), rtol=0, atol=0)
 
 
-def test_recordings_end_with_their_model(tapes):
+def test_recordings_are_few_and_end_with_their_model(tapes, monkeypatch):
+    monkeypatch.setattr(decoding, "MOST_IDLE", 2)
     model = sharp()
-    search(model, 2)
+    for beam in (1, 2, 3):
+        search(model, beam)
+    assert len(decoding._IDLE[model.decoder]) == 2 and decoding._IDLE[model.decoder][-1].sizes.beams == 3
     assert len(decoding._IDLE) == 1
     del model
     gc.collect()

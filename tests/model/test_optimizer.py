@@ -98,10 +98,23 @@ def test_older_runs_whose_learnt_shares_have_no_axis_resume(build, precision, fl
     assert torch.equal(*ways)
 
 
+def test_with_a_state_of_each_parameter_in_half_precision_so_is_ours():
+    states = []
+    for build in (trainers.flat, trainers.stock):
+        trainer = build("--fp16-init-scale", "4", "--fp16-no-flatten-grads", precision="fp16")
+        trainers.train(trainer, trainers.batches(trainer, 1))
+        states.append(shapes(trainer.optimizer.state_dict()))
+    assert states[0] == states[1] and len(states[0]["state"]) > 1
+
+
 def test_a_state_that_it_cannot_have_is_refused():
+    """Of any other it takes over the settings, too, as fairseq's does."""
     trainer = trainers.flat()
     trainers.train(trainer, trainers.batches(trainer, 1))
     state = trainer.optimizer.state_dict()
+    state["param_groups"][0]["weight_decay"] = 0.5
+    trainer.optimizer.load_state_dict(state)
+    assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.5
     state["state"][0]["step"] = 7
     with pytest.raises(ValueError, match=r"--optimizer flat_adam.* 1 to 7 .*--optimizer adam"):
         trainer.optimizer.load_state_dict(state)

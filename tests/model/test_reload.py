@@ -13,7 +13,7 @@ from helpers.other_models import run as run_here
 from helpers.promises import each_model, lively, scored
 from helpers.toy import Payload, fairseq
 
-from ea_artifacts.checkpoints import load, updates_of
+from ea_artifacts.checkpoints import load, peek, settings, task_of, updates_of
 from ea_fairseq import EATransformerModel
 
 ARCH = ["--arch", "ea_transformer_base", *TINY, "--ea-beta", "0.4"]
@@ -87,3 +87,12 @@ def test_reading_a_checkpoint_takes_no_permission_away(tmp_path):
     torch.save({"args": argparse.Namespace(a=1), "model": {"w": torch.ones(1)}}, path)
     load(path)
     assert torch.load(path, weights_only=True)["args"].a == 1  # ea_fairseq, imported by now, allows it
+
+
+def test_checkpoints_of_older_versions_are_read(tmp_path):
+    """Files that are no archives, and all options in one place."""
+    path, options = tmp_path / "checkpoint.pt", argparse.Namespace(task="language_modeling", encoder_layers=3)
+    torch.save({"args": options, "model": {"w": torch.ones(1)}}, path, _use_new_zipfile_serialization=False)
+    state = peek(path)
+    assert state["model"]["w"].equal(torch.ones(1))
+    assert (task_of(state)["_name"], settings(state)["encoder_layers"]) == ("language_modeling", 3)

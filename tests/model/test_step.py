@@ -11,12 +11,14 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from fairseq import utils
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy_with_rdrop import RdropLabelSmoothedCrossEntropyCriterion
+from fairseq.data import LanguagePairDataset
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationTask
 from helpers import trainers
-from helpers.models import batch, build, tiny_task
+from helpers.models import batch, build, dictionary, tiny_task
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ea_fairseq import graphs, optim, step
@@ -173,6 +175,7 @@ def test_the_host_reads_nothing(words):
         with step._recording(), graphs.NoReads():
             criterion(model, sample)[0].backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
+    assert type(utils.item(torch.ones(1))) is float, "as before"
 
 
 def test_the_detector_sees_reads():
@@ -206,9 +209,13 @@ def test_the_next_replay_uses_the_new_scale():
     assert trainers.weights(trainer).isfinite().all()
 
 
-@pytest.mark.parametrize(("precision", "bad"), [("fp32", math.nan), ("bf16", math.inf)])
-def test_gradients_that_are_no_numbers_end_a_run_with_the_weights_from_before(precision, bad):
+@pytest.mark.parametrize(
+    ("precision", "bad", "ends"), [("fp32", math.nan, False), ("bf16", math.inf, False), ("fp32", math.nan, True)]
+)
+def test_gradients_that_are_no_numbers_end_a_run_with_the_weights_from_before(precision, bad, ends):
+    """The next update is it that raises; also where they were the last of an epoch."""
     trainer = captured(precision=precision, dropout="0")
+    trainer._batches = SimpleNamespace(end_of_epoch=lambda: ends)
     trainer.save_checkpoint = lambda *_: None
     data = trainers.batches(trainer, 2, longest=6)
     trainers.train(trainer, data)
@@ -306,6 +313,45 @@ def test_what_cannot_be_captured_trains_as_before_and_says_why(why, caplog, monk
     assert torch.equal(trainers.weights(one), trainers.weights(other))
     assert len([line for line in said if "not captured: " in line or "fairseq's own Adam: " in line]) == 1, said
     assert why != "table" or any("LanguagePairDataset" in line for line in said)
+
+
+def test_a_refusal_in_the_middle_of_an_update_loses_no_gradient():
+    """The sum has begun by then. Two shapes are captured, the third is not."""
+    made = itertools.count()
+    one = captured(graph=lambda: Tape() if next(made) < 2 else Untried(), dropout="0")
+    other = trainers.flat(dropout="0")
+    data = trainers.batches(one, 12, longest=8)
+    ours, theirs = (trainers.train(trainer, data, 12) for trainer in (one, other))
+    assert one._step.refused and len(one._step.captured) == 3
+    assert ours == [pytest.approx(row, rel=1e-5) for row in theirs]
+
+
+def test_a_batch_that_is_no_ordinary_one_is_not_replayed():
+    """One that only fills up adds no gradient; one with other inputs would lose them."""
+    trainer = captured()
+    data = trainers.batches(trainer, 2, longest=6)
+    trainers.train(trainer, data)
+    parts, gradients = (trainer.model, trainer.criterion, trainer.optimizer), trainer._step.adam.flat.gradients
+    trainer.zero_grad()
+    for adds in (False, True):
+        trainer._step(data[1], *parts, update_num=2, ignore_grad=not adds)
+        assert bool(gradients.any()) == adds
+    assert trainer._step._captured_for(data[1]) is not None
+    data[1]["net_input"]["src_lang_id"] = torch.zeros(1)
+    assert trainer._step._captured_for(data[1]) is None
+
+
+def test_the_shapes_of_an_epoch_are_those_of_its_batches():
+    words, lengths, rows = dictionary(), ([2, 9, 4, 3], [5, 1, 2, 7]), [[0, 3], [1], [2]]
+    sides = [[batch([length])[0] for length in side] for side in lengths]
+    data = LanguagePairDataset(sides[0], lengths[0], words, sides[1], lengths[1], words)
+    samples = [data.collater([data[row] for row in of]) for of in rows]
+    expected = [(*sample["net_input"]["src_tokens"].shape, sample["target"].size(1)) for sample in samples]
+    trainer = trainers.flat()
+    assert trainer._shapes() is None
+    trainer._batches = SimpleNamespace(dataset=data, frozen_batches=rows)
+    assert sorted(trainer._shapes()) == sorted(expected) == [(1, 4, 2), (1, 9, 1), (2, 3, 7)]
+    assert step.sizes_of(LanguagePairDataset(sides[0], lengths[0], words), rows) is None, "without targets"
 
 
 def test_shapes_hold_all_batches_and_more_of_them_cost_less():

@@ -187,6 +187,7 @@ def test_other_models_are_refused_and_nothing_is_written(data, tmp_path, monkeyp
         ("ea_transformer_base", "--adaptive-softmax-cutoff 5,10", "it has an adaptive softmax"),
         ("ea_transformer_lm", "--adaptive-input --adaptive-input-cutoff 5,10", "its embedding is AdaptiveInput"),
         ("ea_transformer_base", "--no-cross-attention", "its decoder has no encoder-decoder attention of its own"),
+        ("transformer", "--cross-self-attention", "its decoder has no encoder-decoder attention of its own"),
         ("ea_transformer_base", "--ea-cross-alpha 0.1", "its decoder's layers hand on maps"),
     ],
 )

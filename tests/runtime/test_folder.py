@@ -37,7 +37,9 @@ def test_threads_wait_without_spinning_unless_asked_to(policy, spins, monkeypatc
     monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     translator = Translator(PRETRAINED, threads=2)
     for session in (translator._encoder, translator._decoder):
-        assert session.get_session_options().get_session_config_entry("session.intra_op.allow_spinning") == spins
+        options = session.get_session_options()
+        assert options.get_session_config_entry("session.intra_op.allow_spinning") == spins
+        assert options.intra_op_num_threads == 2
 
 
 def test_the_version_is_the_projects():

@@ -22,7 +22,8 @@ LINES = ["Hund, Katze, Haus.", "", "Haus.", "Garten, Vogel, Hund, Haus.", "Katze
 #: architecture and flags; test_exported.py has the default model; other rules differ in coefficients only
 SYSTEMS = [
     "pa_transformer_lite --ea-conv-layers 2 --ea-kernel-size 5 --ea-score multiplicative",
-    "ea_transformer_lite --ea-learn-mix --ea-relative-positions 4 --ea-score concatenative --ea-conv-branch",
+    "ea_transformer_lite --ea-learn-mix --ea-relative-positions 4 --ea-score concatenative --ea-conv-branch "
+    "--decoder-layers 2",
     "transformer_wmt_en_de_big --encoder-learned-pos --decoder-learned-pos --encoder-normalize-before "
     "--decoder-normalize-before",
 ]
@@ -131,6 +132,14 @@ def test_sentences_are_searched_in_batches_and_come_back_in_order(lengths, beam,
     found = translator.search_all(sources, Settings(beam=beam))
     assert [[list(one.tokens) for one in best] for best in found] == [[x] if len(x) > 1 else [] for x in sources]
     assert searched == sizes
+
+
+def test_a_translation_is_as_long_as_the_model_writes(monkeypatch):
+    """The end of the sentence takes one of the target's positions."""
+    translator = Translator(PRETRAINED, threads=1)
+    monkeypatch.setattr(translator, "_longest", [40, 4])
+    (hypotheses,) = translator.search_ids([[5, 6, 7, 8, 9, EOS]], Settings(beam=3, max_len_b=9, min_len=3), None)
+    assert {len(one.tokens) for one in hypotheses} == {3}
 
 
 def test_threads_share_a_translator():

@@ -29,6 +29,8 @@ pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 from fastapi import HTTPException  # noqa: E402
 
+from ea_runtime import serve  # noqa: E402
+from ea_runtime.search import Settings  # noqa: E402
 from ea_runtime.serve import Limits, Server, _body  # noqa: E402
 from ea_runtime.translator import EOS  # noqa: E402
 from ea_tools.bench.server_load import load  # noqa: E402
@@ -212,6 +214,20 @@ def test_requests_share_the_translator_by_their_work(translator):
     assert translator.calls == [["Haus."], ["Hund.", "Baum."], [long, "Hund."], [long] * 2]
 
 
+def test_a_large_request_waits_for_no_endless_stream_of_small_ones():
+    async def turns():
+        batches = serve.Batches(None, 1, 10**6)
+        batches.add([serve.Line([5, EOS], Settings(), 1) for _ in range(3)])
+        for _ in range(12):
+            batches.add([serve.Line([5, EOS], Settings(), 1)])
+            yield batches._next()[0].request
+
+    async def count():
+        return [request async for request in turns()].count(0)
+
+    assert asyncio.run(count()) == 3
+
+
 def test_a_fault_of_one_line_costs_no_other_its_answer(translator, client):
     with held(translator, client, ("Hund.", {}), ("fail", {}), ("Baum.", {})) as futures:
         translator.gate.set()
@@ -325,6 +341,32 @@ def test_an_endless_body_takes_no_memory():
 def test_other_sites_pages_cannot_use_the_server(client):
     answer = client.post("/translate", content=b'{"lines": []}', headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and "application/json" in answer.json()["detail"]
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        assert client.post("/translate", content=b'{"lines": []}', headers={"content-type": kind}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("0", "127.0.0.1"), ("0.0.0.0:0", "0.0.0.0"), ("[127.0.0.2]:0", "127.0.0.2")]
+)
+def test_without_a_host_this_machine_alone_can_connect(address, host):
+    with serve._listener(address) as listener:
+        assert listener.getsockname()[0] == host
+
+
+def test_what_just_meets_the_limits_is_answered(translator):
+    body = json.dumps({"lines": ["a bcd", "efg"], "beam": 2}).encode()
+    limits = {
+        "bytes": len(body),
+        "lines": 2,
+        "total_letters": 8,
+        "words": 2,
+        "letters": 5,
+        "word_letters": 3,
+        "beam": 2,
+    }
+    with serving(translator, Limits(**limits)) as client:
+        answer = client.post("/translate", content=body, headers=JSON)
+    assert answer.status_code == 200, answer.text
 
 
 def test_the_work_of_a_line_is_limited(translator):
@@ -351,6 +393,7 @@ def test_limits_that_are_none_are_refused(limit):
 
 def test_the_interface_names_the_version_and_takes_head(client):
     assert client.get("/openapi.json").json()["info"]["version"] == __version__
+    assert client.get("/health").json() == {"status": "ok", "source": "de", "target": "en", "waiting": 0}
     for path in ("/health", "/"):
         answer = client.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
@@ -364,6 +407,25 @@ def test_a_full_queue_refuses(translator):
         assert "queue is full (2 lines)" in answer.json()["detail"]
         translator.gate.set()
         assert [future.result().status_code for future in futures] == [200] * 3
+
+
+def test_lines_that_are_checked_fill_the_queue(translator, monkeypatch):
+    checks, encode = threading.Event(), translator.encode
+    monkeypatch.setattr(translator, "encode", lambda *given: checks.wait(20) and encode(*given))
+    with serving(translator, Limits(waiting=2)) as client, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, client, "Haus.", "Hund.")
+        until(lambda: client.get("/health").json()["waiting"] == 2)
+        assert ask(client, "Vogel.").status_code == 503
+        checks.set()
+        assert first.result().status_code == 200
+
+
+def test_a_fault_that_no_client_waits_for_ends_nothing(translator):
+    with serving(translator, Limits(seconds=0.5)) as client:
+        translator.gate.clear()
+        assert ask(client, "fail").status_code == 503
+        translator.gate.set()
+        assert ask(client, "Katze.").status_code == 200
 
 
 def test_a_request_that_takes_too_long_is_refused_and_its_lines_are_dropped(translator):
@@ -540,7 +602,7 @@ def test_faults_of_the_command_are_one_line(folder, tmp_path):
         port = str(other.getsockname()[1])
         cases = [
             (command(folder, "--serve", port), f"--serve {port}: Address already in use"),
-            (command(folder, "--serve", "80000"), "expected [HOST:]PORT"),
+            (command(folder, "--serve", "65536"), "expected [HOST:]PORT"),
             (command(folder, "--serve", f"{'a' * 300}:0"), "at most 63 letters"),
             (command(folder, "--threads", "99999999999"), "threads: must be a whole number from 1 to 256"),
             (command(folder, "--serve", "0", "--beam", "1"), "each request sets its own"),

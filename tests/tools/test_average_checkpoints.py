@@ -12,7 +12,9 @@ from ea_artifacts.run import Run
 from ea_tools.training import average as average_checkpoints
 
 
-def checkpoint(path, value=1.0, *, dtype=torch.float32, tensors=None, seed=1, task=None, updates=None, **settings):
+def checkpoint(
+    path, value=1.0, *, dtype=torch.float32, tensors=None, seed=1, task=None, criterion=None, updates=None, **settings
+):
     """Write a small checkpoint of the layout that fairseq writes, with tied embeddings and a counter."""
     embedding = torch.full((3, 2), value, dtype=dtype)
     model = {
@@ -23,6 +25,7 @@ def checkpoint(path, value=1.0, *, dtype=torch.float32, tensors=None, seed=1, ta
     }
     defaults = {"arch": "ea_transformer_lite", "ea_alpha": 0.1, "ea_beta": 0.1, "encoder_attention_heads": 4, "lr": [1]}
     cfg = {"model": argparse.Namespace(**{**defaults, **settings}), "common": {"seed": seed}, "task": task or {}}
+    cfg["criterion"] = criterion or {}
     state = {"args": None, "cfg": cfg, "model": model, "extra_state": {}, "last_optimizer_state": {"big": embedding}}
     if updates is not None:
         state["optimizer_history"] = [{"num_updates": 1}, {"num_updates": updates}]
@@ -61,6 +64,14 @@ def test_a_run_may_have_gone_on_since_learnt_shares_have_an_axis(tmp_path):
     assert average_checkpoints.average(paths)["model"]["alpha"].equal(torch.tensor([0.75]))
 
 
+def test_weights_that_lie_in_one_tensor_stay_apart(tmp_path):
+    """As --optimizer flat_adam has them."""
+    one, other = torch.arange(8.0).view(2, 4)
+    path = checkpoint(tmp_path / "checkpoint1.pt", tensors={"one": one, "other": other})
+    averaged = average_checkpoints.average([path])["model"]
+    assert averaged["one"].equal(one) and averaged["other"].equal(other)
+
+
 def test_half_precision_neither_overflows_nor_rounds(tmp_path):
     """60000 and 60032 are neighbours in float16, whose largest number is 65504."""
     noise = {"w": torch.randn(50, generator=torch.Generator().manual_seed(1)).half()}
@@ -79,13 +90,15 @@ def test_half_precision_neither_overflows_nor_rounds(tmp_path):
     ("other", "difference"),
     [
         ({"ea_alpha": 0.5}, "ea_alpha is 0.1"),
+        ({"decoder_attention_heads": 8}, "decoder_attention_heads is absent"),
+        ({"activation_fn": "gelu"}, "activation_fn is absent"),
         ({"tensors": {"surplus": torch.ones(1)}}, "surplus is absent"),
         ({"tensors": {"encoder.embed_tokens.weight": torch.ones(3, 5)}}, r"encoder.embed_tokens.weight is \(3, 2\)"),
         ({"dtype": torch.float16}, "float32"),
         ({"seed": 2}, "seed is 1 in"),
         ({"task": {"left_pad_source": True}}, "left_pad_source is absent"),
     ],
-    ids=["setting", "key", "shape", "type", "seed", "side of padding"],
+    ids=["setting", "heads", "activation", "key", "shape", "type", "seed", "side of padding"],
 )
 def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
     paths = [checkpoint(tmp_path / "checkpoint1.pt", 1.0), checkpoint(tmp_path / "checkpoint2.pt", 1.0, **other)]
@@ -94,18 +107,23 @@ def test_refuses_checkpoints_that_differ(tmp_path, other, difference):
     assert all(path.name in str(refusal.value) for path in paths)
 
 
-@pytest.mark.parametrize(("name", "value"), [("dropout", 0.2), ("lr", [0.002])])
-def test_two_trainings_of_one_model_and_seed_are_told_apart_by_how_they_learnt(tmp_path, name, value):
+@pytest.mark.parametrize(("name", "place"), [("dropout", None), ("lr", None), ("label_smoothing", "criterion")])
+def test_two_trainings_of_one_model_and_seed_are_told_apart_by_how_they_learnt(tmp_path, name, place):
     """A run that was resumed with other settings stays one run."""
+
+    def learning(value):
+        return {place: {name: value}} if place else {name: value}
+
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
     first, resumed, other = (
-        checkpoint(tmp_path / place, 1.0, **{name: one})
-        for place, one in (("one/a.pt", 0.1), ("one/b.pt", value), ("other/b.pt", value))
+        checkpoint(tmp_path / file, 1.0, **learning(value))
+        for file, value in (("one/a.pt", 0.1), ("one/b.pt", 0.2), ("other/b.pt", 0.2))
     )
     average_checkpoints.average([first, resumed])
     more = {"data": "elsewhere", "eval_bleu": True}  # which say nothing about the model
-    average_checkpoints.average([first, checkpoint(tmp_path / "one/c.pt", task=more, **{name: 0.1})])
+    more_still = checkpoint(tmp_path / "one/c.pt", task=more, encoder_layerdrop=0.1, **learning(0.1))
+    average_checkpoints.average([first, more_still])
     with pytest.raises(UserError, match=f"{name} is 0.1"):
         average_checkpoints.average([first, other])
 
@@ -123,12 +141,24 @@ def test_an_average_in_a_run_is_its_model_from_then_on(tmp_path, capsys):
     assert not (tmp_path / "model.json").exists()
 
 
+def test_a_torn_average_is_made_anew(tmp_path):
+    epochs(tmp_path, 2)
+    (tmp_path / "average2.pt").write_bytes(b"torn")
+    path, _ = Run(tmp_path).averaged(2)
+    assert path == tmp_path / "eval/average2.pt"
+    assert load(path)["extra_state"]["averaged"] == [str(tmp_path / f"checkpoint{number}.pt") for number in (1, 2)]
+
+
 def test_any_bytes_are_damaged_and_nothing_worse(tmp_path):
     path = checkpoint(tmp_path / "c.pt", 1.0)
     torn = path.read_bytes()[:-1000]
     for content in (b"", torn, b"torn", b"\x80", b"hello, I am not a checkpoint at all\n"):
         path.write_bytes(content)
         with pytest.raises(DamagedError, match=r"c\.pt: "):
+            load(path)
+    for state in ({"model": {"w": 1}}, {"model": None}, [torch.ones(1)]):
+        torch.save(state, path)
+        with pytest.raises(DamagedError, match=r"c\.pt: .*no model weights"):
             load(path)
 
 

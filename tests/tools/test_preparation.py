@@ -105,12 +105,13 @@ def test_other_preparations_are_refused_with_the_difference(kept, data, tmp_path
     assert refusal.match(message)
 
 
-def test_a_checkpoint_of_other_words_than_the_run_keeps_is_refused(kept):
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_checkpoint_of_other_words_than_the_run_keeps_is_refused(kept, side):
     """One that was put into the run's folder from elsewhere."""
     state = load(kept / CHECKPOINT)
-    state["model"]["encoder.embed_tokens.weight"] = state["model"]["encoder.embed_tokens.weight"][:-1]
+    state["model"][f"{side}.embed_tokens.weight"] = state["model"][f"{side}.embed_tokens.weight"][:-1]
     torch.save(state, kept / CHECKPOINT)
-    with pytest.raises(UserError, match=r"was not trained on .*prepared: its encoder knows \d+ tokens"):
+    with pytest.raises(UserError, match=rf"was not trained on .*prepared: its {side} knows \d+ tokens"):
         of(kept)
 
 
@@ -131,11 +132,12 @@ def test_a_checkpoint_of_a_run_that_was_prepared_otherwise_is_refused(kept, data
         of_model(other / CHECKPOINT, state, kept)
 
 
-def test_a_checkpoint_of_the_other_direction_is_refused(kept, tmp_path):
+@pytest.mark.parametrize(("source", "target"), [("en", "de"), ("de", "fr")])
+def test_a_checkpoint_of_other_languages_is_refused(kept, tmp_path, source, target):
     """Also one that lies alone, without what its run kept."""
     state = load(kept / CHECKPOINT)
-    state["cfg"]["task"].update(source_lang="en", target_lang="de")
-    with pytest.raises(UserError, match=r"c\.pt translates en-de, and .*prepared is de-en"):
+    state["cfg"]["task"].update(source_lang=source, target_lang=target)
+    with pytest.raises(UserError, match=rf"c\.pt translates {source}-{target}, and .*prepared is de-en"):
         of_model(tmp_path / "c.pt", state, kept)
 
 
@@ -166,6 +168,7 @@ def test_a_run_of_plain_fairseq_train_is_compared_by_its_languages(kept, data, t
     with pytest.raises(UserError, match=r"translates de-en, and .* is en-de"):
         of(kept, changed(data, tmp_path, "PREP.json", other_prep(source_lang="en", target_lang="de")))
     assert of(kept, data).folder == data
+    assert not (kept / "prepared").exists(), "nothing says that these data are the run's"
 
 
 def test_scores_are_refused_on_other_data(kept, data, tmp_path):

@@ -205,7 +205,16 @@ def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
     assert not trace.exists()
 
 
-def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=["disk", "memory", "PyTorch's memory"],
+)
+def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, monkeypatch, error):
     """The next start may read it. A torn one beside it is set aside."""
     for number in (1, 2):
         made_checkpoint(tmp_path / f"checkpoint{number}.pt", 10 * number)
@@ -214,11 +223,11 @@ def test_a_checkpoint_that_the_machine_cannot_read_is_no_damaged_one(tmp_path, m
 
     def unreadable(path, **options):
         if path.name == "checkpoint2.pt":
-            raise OSError(errno.EIO, "Input/output error")
+            raise error
         return read(path, **options)
 
     monkeypatch.setattr(torch, "load", unreadable)
-    with pytest.raises(UserError, match=r"checkpoint2\.pt: .*Input/output error"):
+    with pytest.raises(UserError, match=r"checkpoint2\.pt: could not be read \(.+\)"):
         run_folder.mend(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint1.pt", "checkpoint2.pt", "checkpoint3.pt.damaged"}
 
