@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
@@ -12,8 +13,8 @@ from helpers.toy import TINY, untrained_run
 
 import ea_fairseq
 from ea_runtime import Translator, text
-from ea_runtime.search import Hypothesis, Settings
-from ea_runtime.translator import EOS
+from ea_runtime.search import Hypothesis, Settings, search
+from ea_runtime.translator import EOS, PAD, UNK
 from ea_tools.translating import export
 
 pytestmark = pytest.mark.slow
@@ -132,6 +133,18 @@ def test_sentences_are_searched_in_batches_and_come_back_in_order(lengths, beam,
     found = translator.search_all(sources, Settings(beam=beam))
     assert [[list(one.tokens) for one in best] for best in found] == [[x] if len(x) > 1 else [] for x in sources]
     assert searched == sizes
+
+
+def test_padding_is_never_written():
+    """However likely a model finds it."""
+
+    def step(tokens, position, order, kept, bias, top, forced):
+        scores = bias + np.array([0, 1, 0, 0, 0, 0], np.float32) + np.zeros((tokens.size, 1), np.float32)
+        best = np.argsort(-scores, axis=1)[:, :top]
+        return np.take_along_axis(scores, best, axis=1), best
+
+    (hypotheses,) = search(step, 1, 3, Settings(beam=2), words=6, eos=EOS, pad=PAD, unk=UNK)
+    assert hypotheses and all(PAD not in one.tokens for one in hypotheses)
 
 
 def test_a_translation_is_as_long_as_the_model_writes(monkeypatch):

@@ -150,7 +150,7 @@ def test_a_torn_average_is_made_anew(tmp_path):
 
 
 def test_any_bytes_are_damaged_and_nothing_worse(tmp_path):
-    path = checkpoint(tmp_path / "c.pt", 1.0)
+    path = checkpoint(tmp_path / "c.pt", 1.0, tensors={"w": torch.ones(5000)})  # PyTorch cannot seek in a part of it
     torn = path.read_bytes()[:-1000]
     for content in (b"", torn, b"torn", b"\x80", b"hello, I am not a checkpoint at all\n"):
         path.write_bytes(content)
