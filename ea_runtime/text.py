@@ -153,6 +153,41 @@ def join_pieces(line: str) -> str:
     return "".join(line.split()).replace("\u2581", " ").strip()
 
 
+class Tokens:
+    """Raw text to tokens. This is the one place that says in which order the rules for a line apply.
+
+    Args:
+        words: the splitter of words.
+        compose: whether text is brought to Unicode's form NFC.
+        normalizer: of punctuation, where the text is normalised.
+        plain_apostrophes: whether ’ becomes '.
+        lowercase: whether tokens are in lower case.
+    """
+
+    def __init__(
+        self,
+        words: Moses | RawText,
+        *,
+        compose: bool = False,
+        normalizer: Normalizer | None = None,
+        plain_apostrophes: bool = False,
+        lowercase: bool = False,
+    ) -> None:
+        self._words, self._compose, self._normalizer = words, compose, normalizer
+        self._plain_apostrophes, self._lowercase = plain_apostrophes, lowercase
+
+    def __call__(self, line: str) -> str:
+        """One line of raw text as tokens with spaces between them."""
+        if self._compose:
+            line = composed(line)
+        if self._normalizer:
+            line = self._normalizer.clean(line)
+        if self._plain_apostrophes:
+            line = line.replace("’", "'")
+        line = self._words.tokenize(line)
+        return line.lower() if self._lowercase else line
+
+
 class Text:
     """Source text to subwords, and the model's subwords to target text.
 
@@ -167,21 +202,20 @@ class Text:
         self.files = sorted(path for name in names for path in folder.glob(name))
         self.preparation = prepared = Preparation.at(folder)
         source = source or prepared.source_lang
-        self._source, self._target = (words_of(prepared, code) for code in (source, prepared.target_lang))
-        normalise = prepared.rules.get("normalise")
-        self._normalizer = Normalizer(prepared.moses_language(source)) if normalise else None
+        self._target = words_of(prepared, prepared.target_lang)
+        # Text to translate is new to all rules: to those for training text, and to those for other text.
+        self._tokens = Tokens(
+            words_of(prepared, source),
+            compose=prepared.unicode == "NFC",
+            normalizer=Normalizer(prepared.moses_language(source)) if prepared.rules.get("normalise") else None,
+            plain_apostrophes=prepared.rules.get("plain_apostrophes", False),
+            lowercase=prepared.lowercase,
+        )
         self._split = splitter(folder, prepared.bpe, source)
 
     def subwords(self, line: str) -> str:
         """One line of raw source text as subwords with spaces between them; "" where there is nothing to translate."""
-        if self.preparation.unicode == "NFC":
-            line = composed(line)
-        if self._normalizer:
-            line = self._normalizer.clean(line)
-        if self.preparation.rules.get("plain_apostrophes"):
-            line = line.replace("’", "'")
-        line = self._source.tokenize(line)
-        return self._split(line.lower() if self.preparation.lowercase else line)
+        return self._split(self._tokens(line))
 
     def join(self, subwords: str) -> str:
         """Subwords, with spaces between them, as words."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to BLEU in a few minutes, on a CPU: sets up .venv if needed, makes a German-English corpus, trains
+# From nothing to BLEU in a few minutes, on a CPU: sets up .venv if needed, prepares a German-English corpus, trains
 # ea_transformer_lite on it, averages its checkpoints, translates held-out sentences with beam 5 and scores them.
 #
 #   scripts/quickstart.sh [--help]

@@ -10,7 +10,6 @@ The command itself needs six times the processor time, and hangs where a worker 
 from __future__ import annotations
 
 import logging
-import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,14 +19,11 @@ import numpy as np
 
 from .parallel import Chunk
 
-# fairseq is imported where data are written: its import takes seconds, and exported models are used without it.
+# fairseq is imported where data are read or written: its import takes seconds.
 if TYPE_CHECKING:
     from fairseq.data import Dictionary
 
 Encoded = tuple[np.ndarray, list[int], int]  # numbers, lengths, unknown subwords of one side of a chunk
-TYPES = {4: np.int32, 5: np.int64, 8: np.uint16, 9: np.uint32}  # of the numbers in .bin, by fairseq's codes
-TYPE_AT = 17  # where an index names the type
-SIZES_AT = TYPE_AT + 9  # where its lengths begin
 
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
 
@@ -106,10 +102,6 @@ def _facts(lengths: Counter[int], unknown: int) -> dict[str, Any]:
 
 def read_sentences(path: Path) -> list[list[int]]:
     """The sentences of PATH.bin and PATH.idx as numbers, each with its end mark."""
-    index = path.with_name(path.name + ".idx")
-    with index.open("rb") as file:
-        file.seek(TYPE_AT)
-        code, number = struct.unpack("<BQ", file.read(SIZES_AT - TYPE_AT))
-    sizes = np.fromfile(index, np.int32, number, offset=SIZES_AT)
-    numbers: np.ndarray = np.fromfile(path.with_name(path.name + ".bin"), TYPES[code])
-    return [part.tolist() for part in np.split(numbers, np.cumsum(sizes)[:-1])]
+    from fairseq.data import indexed_dataset
+
+    return [sentence.tolist() for sentence in indexed_dataset.make_dataset(str(path), "mmap")]

@@ -1,16 +1,104 @@
-"""The corpora: each states where its text comes from, its rules and its expected counts, and nothing else."""
+"""A corpus: parts, rules and expected counts; and the corpora, each of which states these and nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .corpus import Corpus, Part, Rules
+from ea_artifacts.preparation import Preparation
+
+#: Rules for a line of text that PREP.json states under "rules" alone; the other rules there choose lines.
+ABOUT_TEXT = ("split_dashes", "normalise", "plain_apostrophes", "vocabulary_threshold", "separate_dictionaries")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of one corpus."""
+
+    tokenizer: str = "moses"  # "none": subwords of raw text; "given": the text comes in tokens, and stays as it is
+    nfc: bool = False  # text is brought to Unicode's form NFC first; published corpora did not
+    lowercase: bool = False
+    split_dashes: bool = False  # Moses' -a: "foo-bar" -> "foo @-@ bar"
+    normalise: bool = False  # punctuation and non-printing characters, in training text
+    plain_apostrophes: bool = False  # ’ becomes ', in text that is no training text
+    filter_on: str = "words"  # lengths are counted in "words", before the split and BPE, or in "subwords", after
+    max_ratio: float | None = None  # a pair goes if one side is more than this many times as long as the other
+    max_length: int | None = None
+    drop_test_overlap: bool = False  # a training pair goes if a side of it is a sentence of validation or a test
+    valid_every: int | None = None  # every n-th training line is validation
+    bpe: str = "subword_nmt"  # or sentencepiece
+    merges: int = 10_000
+    vocabulary_threshold: int = 0  # subwords rarer than this on their side are split again
+    separate_dictionaries: bool = False  # each side has a dictionary of its own subwords alone
+
+    @classmethod
+    def like(cls, preparation: Preparation) -> Rules:
+        """The rules of prepared text for a line."""
+        rules: dict[str, Any] = {name: preparation.rules[name] for name in ABOUT_TEXT if name in preparation.rules}
+        rules |= {name: getattr(preparation, name) for name in ("tokenizer", "lowercase", "bpe", "merges")}
+        return cls(**rules, nfc=preparation.unicode == "NFC")
+
+    def fault(self, source_length: int, target_length: int) -> str | None:
+        """Why a training pair is dropped, or None; as in Moses' clean-corpus-n."""
+        if not source_length or not target_length:
+            return "empty"
+        if self.max_length and max(source_length, target_length) > self.max_length:
+            return "too long"
+        if self.max_ratio and max(source_length, target_length) > self.max_ratio * min(source_length, target_length):
+            return "length ratio"
+        return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of parallel text: two files. {lang} in `member` is the side's language, {role} its "src" or "ref"."""
+
+    member: str  # path inside the archive, or below --raw
+    url: str = ""  # of the archive, or of the file itself, which may hold {lang} too
+    form: str = "plain"  # plain, ted, segments: see text.py
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Parallel text and what to do with it."""
+
+    name: str
+    source_lang: str
+    target_lang: str
+    train: tuple[Part, ...]
+    rules: Rules
+    valid: tuple[Part, ...] = ()  # none: every rules.valid_every-th training line
+    tests: dict[str, tuple[Part, ...]] = field(default_factory=dict)  # name -> parts; for fairseq: test, test1, ...
+    expected: dict[str, int] = field(default_factory=dict)  # split -> pairs
+    downloads: str = ""  # folder below data/downloads; none: the text is given, or in this repository
+    codes: Path | None = None  # subword-nmt's codes, where the text comes in subwords
+    like: Preparation | None = None  # whose rules, subwords and dictionary this text gets
+
+    def splits(self) -> dict[str, tuple[Part, ...]]:
+        """fairseq's name of each split that comes as such -> its parts."""
+        splits = {"train": self.train} | ({"valid": self.valid} if self.valid else {})
+        return splits | dict(zip(self.test_names(), self.tests.values(), strict=True))
+
+    def test_names(self) -> dict[str, str]:
+        """fairseq's name of each test -> the name people know it by."""
+        return {f"test{number or ''}": name for number, name in enumerate(self.tests)}
+
+    def urls(self) -> set[str]:
+        """The addresses of all downloads."""
+        every = [part for parts in self.splits().values() for part in parts]
+        return {part.url.format(lang=lang) for part in every for lang in (self.source_lang, self.target_lang)} - {""}
 
 
 def sample() -> Corpus:
-    """The corpus that sample.py makes."""
+    """A small German-English corpus, made from a grammar, which is in this repository.
+
+    To learn: gender, number and case of articles and adjectives; the verb's second place, its place at the end of a
+    subordinate clause, and separable prefixes; perfect, future and modal verbs; "nicht" and "kein"; place and direction
+    after "in"; relative clauses. Held-out sentences never occur in training, and are made only of words that do.
+    """
     return Corpus(
         name="sample",
         source_lang="de",
@@ -86,23 +174,20 @@ def _wmt14(name: str, source: str, target: str, train: tuple[Part, ...], test: s
     )  # fmt: skip
 
 
-EUROPARL: dict[str, Any] = {
+EUROPARL = {
     "url": "https://www.statmt.org/wmt13/training-parallel-europarl-v7.tgz",
-    "size": 657_632_379,
     "sha256": "0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7",
 }
-COMMON_CRAWL: dict[str, Any] = {
+COMMON_CRAWL = {
     "url": "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz",
-    "size": 918_311_367,
     "sha256": "c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5",
 }
-NEWS_COMMENTARY: dict[str, Any] = {
+NEWS_COMMENTARY = {
     "url": "https://www.statmt.org/wmt14/training-parallel-nc-v9.tgz",
-    "size": 80_418_416,
     "sha256": "cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485",
 }
-UN: dict[str, Any] = {"url": "https://www.statmt.org/wmt13/training-parallel-un.tgz"}
-GIGA: dict[str, Any] = {"url": "https://www.statmt.org/wmt10/training-giga-fren.tar"}
+UN = {"url": "https://www.statmt.org/wmt13/training-parallel-un.tgz"}
+GIGA = {"url": "https://www.statmt.org/wmt10/training-giga-fren.tar"}
 
 
 def wmt14_en_de() -> Corpus:
@@ -134,8 +219,9 @@ def wmt14_en_fr() -> Corpus:
     return _wmt14("wmt14-en-fr", "en", "fr", train, "newstest2014-fren", 1333)
 
 
-#: The public ones: the name of the command, what makes the corpus, and the pairs of languages to choose from, if any.
+#: All but one's own text: the name of the command, what makes the corpus, and the pairs of languages to choose from.
 PUBLIC: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
+    "sample": (sample, ()),
     "multi30k": (multi30k, ("de-en", "en-de", "en-fr")),
     "iwslt14-de-en": (iwslt14_de_en, ()),
     "wmt14-en-de": (wmt14_en_de, ()),
@@ -144,14 +230,9 @@ PUBLIC: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
 
 
 def _test_names(prefixes: list[str]) -> list[str]:
-    """The name of each test: the last part of its prefix, with the folders before it that tell it from others."""
-    every = [Path(prefix).absolute().parts for prefix in prefixes]
-
-    def name(parts: tuple[str, ...]) -> str:
-        ends = (parts[-length:] for length in range(1, len(parts) + 1))
-        return "/".join(next(end for end in ends if sum(other[-len(end) :] == end for other in every) == 1))
-
-    return [name(parts) for parts in every]
+    """The name of each test: the last part of its prefix, or the whole prefix where two tests share the last part."""
+    names = [Path(prefix).name for prefix in prefixes]
+    return names if len(set(names)) == len(names) else prefixes
 
 
 def custom(name: str, source: str, target: str, train: list[str], valid: str, tests: list[str], rules: Rules) -> Corpus:

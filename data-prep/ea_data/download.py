@@ -1,9 +1,8 @@
-"""Downloads that resume, and checksums that are recorded at first use and verified ever after."""
+"""Downloads that go on where they stopped, and published checksums."""
 
 from __future__ import annotations
 
 import errno
-import gzip
 import time
 import urllib.error
 import urllib.request
@@ -13,11 +12,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ea_artifacts.command import UserError, say
-from ea_artifacts.files import read_lines, replacing, sha256
+from ea_artifacts.files import sha256
 
-from .corpus import Part
+from .corpora import Part
 from .parallel import tqdm_options
-from .text import AGAIN, reading
+from .text import AGAIN
 
 BLOCK = 1 << 20
 ATTEMPTS = 5
@@ -25,8 +24,8 @@ OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROF
 PAUSE = 2.0  # seconds before the second attempt, doubled for each one after it
 
 
-def fetch(url: str, path: Path, size: int = 0) -> None:
-    """Downloads `url` to `path` by way of path.part, which a later run takes up. `size` is checked if it is not 0."""
+def fetch(url: str, path: Path) -> None:
+    """Downloads `url` to `path` by way of path.part, which a later attempt, or a later run, takes up."""
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, ATTEMPTS + 1):
@@ -44,9 +43,6 @@ def fetch(url: str, path: Path, size: int = 0) -> None:
             pause = PAUSE * 2 ** (attempt - 1)
             say(f"{url}: {error}; attempt {attempt + 1} of {ATTEMPTS} in {pause:.0f} s")
             time.sleep(pause)
-    if size and (arrived := part.stat().st_size) != size:
-        part.unlink()
-        raise UserError(f"{url}: {arrived:,} bytes, but {size:,} were expected; nothing was kept")
     part.rename(path)
 
 
@@ -74,29 +70,7 @@ def _continue(url: str, part: Path) -> None:
         raise HTTPException(f"connection lost after {part.stat().st_size:,} of {total:,} bytes")
 
 
-def verify(files: dict[Path, Part], sums: Path) -> None:
-    """Checks files against their published sizes and checksums, if there are, and the checksums recorded in `sums`.
-
-    Files not in `sums` yet are recorded there. Raises UserError for the first file that differs.
-    """
-    lines = read_lines(sums) if sums.exists() else []
-    recorded = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
-    before = dict(recorded)
-    for path, part in files.items():
-        if part.size and path.stat().st_size != part.size:
-            raise UserError(f"{path}: {path.stat().st_size:,} bytes, but it should have {part.size:,}; {AGAIN}")
-        if path.name not in recorded and path.suffix in (".gz", ".tgz"):
-            with reading(path), gzip.open(path) as file:  # to its end, where its checksum is
-                while file.read(BLOCK):
-                    pass
-        actual = sha256(path)
-        if part.sha256 and actual != part.sha256:
-            raise UserError(f"{path}: its SHA-256 is {actual}, but should be {part.sha256}; {AGAIN}")
-        if actual != recorded.setdefault(path.name, actual):
-            raise UserError(
-                f"{path}: its SHA-256 is {actual}, but was {recorded[path.name]} at first use;\n"
-                f"{AGAIN}, or delete its line from {sums} if the new one is right"
-            )
-    if recorded != before:
-        with replacing(sums) as temporary:
-            temporary.write_text("".join(f"{digest}  {name}\n" for name, digest in recorded.items()), encoding="utf-8")
+def verify(path: Path, part: Part) -> None:
+    """Checks a file against its published checksum, if there is one."""
+    if part.sha256 and (actual := sha256(path)) != part.sha256:
+        raise UserError(f"{path}: its SHA-256 is {actual}, but should be {part.sha256}; {AGAIN}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ea_artifacts.preparation import first_part
+from langcodes import Language, standardize_tag, tag_is_valid
 
-# langcodes is imported where it is used: prepare.py --help works before scripts/setup.sh has run.
+from ea_artifacts.preparation import first_part
 
 #: Languages that Moses has rules for, and writes back as it found them. It has lists for some Indian languages and for
 #: Chinese too, but splits off their vowel signs and full stops, or does not split their words at all.
@@ -13,23 +13,17 @@ MOSES_LANGUAGES = frozenset("ca cs de el en es et fi fr ga hu is it lt lv nl pl 
 
 def known(code: str) -> bool:
     """Whether ISO 639 has the language of this code, with two letters or three."""
-    from langcodes import tag_is_valid
-
     return tag_is_valid(first_part(code))
 
 
 def base_language(code: str) -> str:
     """The language of a code, with two letters where it has such a code: deu and de_AT -> de, zho_Hans -> zh."""
-    from langcodes import standardize_tag
-
     language = first_part(code)
     return standardize_tag(language, macro=True).split("-")[0] if known(language) else language
 
 
 def script(code: str) -> str | None:
     """The script of a code's text, which a code without one implies: zho -> Hans, zh_TW -> Hant, zho_Latn -> Latn."""
-    from langcodes import Language, tag_is_valid
-
     return Language.get(code if tag_is_valid(code) else base_language(code)).maximize().script if known(code) else None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .corpus import Rules
+from .corpora import Rules
 from .parallel import Chunk
 from .rules import faults
 

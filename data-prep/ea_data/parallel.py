@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -72,8 +72,6 @@ def ordered_map(function: Callable[[Chunk], Any], source: Iterator[Chunk], worke
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker, (function,)) as pool:
         pending: deque = deque()
         try:
-            with _signals_later():
-                pool.submit(int)  # the first task starts the workers
             for chunk in source:
                 pending.append((chunk, pool.submit(_work, chunk[:2])))
                 if len(pending) > 3 * workers:
@@ -89,24 +87,6 @@ def ordered_map(function: Callable[[Chunk], Any], source: Iterator[Chunk], worke
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-@contextmanager
-def _signals_later() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM take effect at the end: Python ignores their handlers' exceptions during a fork.
-
-    To block them would not do: the system would give them to another thread, such as tqdm's.
-    """
-    arrived: list[int] = []
-    held = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in held]
-    try:
-        yield
-    finally:
-        for number, handler in zip(held, before, strict=True):
-            signal.signal(number, handler)
-        for arrival in arrived:
-            signal.raise_signal(arrival)
 
 
 _function: Callable[[Chunk], Any]

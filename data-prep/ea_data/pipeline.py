@@ -29,12 +29,11 @@ from ea_artifacts.files import read_json
 from ea_artifacts.preparation import CODES, FILE
 
 from . import binary, download, overlap, report, round_trip, stages, subwords
-from .corpus import Corpus
+from .corpora import Corpus
 from .languages import base_language
 from .parallel import Chunk, chunks, ordered_map, read_rows
-from .rules import Normalise, Tokenise, compose, faults, in_turn, no_faults, plain_apostrophes
-from .sources import Side
-from .text import checked_lines, count_lines, lower_case_lines
+from .rules import Tokenise, faults, in_turn, no_faults
+from .text import Side, checked_lines, count_lines
 
 RULES = 4  # raise this when the same options come to make other text
 ROLES = ("src", "ref")  # what shared tasks call the two sides of a test
@@ -46,18 +45,13 @@ Step = Callable[[Chunk], Chunk]
 class Pipeline:
     """One preparation: `corpus` made of the text below `raw`, finished as the folder `out`.
 
-    `command` is for the record. With `strict`, numbers of pairs other than those that the corpus expects are an error.
+    `command` is for the record.
     """
 
-    def __init__(
-        self, corpus: Corpus, raw: Path, out: Path, workers: int = 1, command: Sequence[str] = (), strict: bool = False
-    ) -> None:
+    def __init__(self, corpus: Corpus, raw: Path, out: Path, workers: int = 1, command: Sequence[str] = ()) -> None:
         self.corpus, self.rules, self.out, self.workers, self.command = corpus, corpus.rules, out, workers, command
-        self.required = corpus.expected if strict else {}
         self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
         self.earlier = corpus.like
-        if self.earlier:  # now and not after hours
-            subwords.require_codes(self.earlier)
         self.languages = (corpus.source_lang, corpus.target_lang)  # as file names have them
         # For Moses.
         self.spoken = self.earlier.moses_languages if self.earlier else tuple(map(base_language, self.languages))
@@ -82,14 +76,14 @@ class Pipeline:
         return {
             "tokens": [RULES, versions(), self.languages, self.spoken, text, bool(self.codes), tokens],
             "subwords": [rules, self.codes and self.codes.hex(), self.earlier and self.earlier.digest()],
-            "binary": [self.corpus.name, self.required],
+            "binary": [self.corpus.name],
         }
 
-    def run(self, force: str | None = None) -> dict:
+    def run(self) -> dict:
         """Makes the missing stages and returns the contents of PREP.json."""
-        stages.run(self.chain, force)
+        stages.run(self.chain)
         summary = read_json(self.out / FILE)
-        say(report.table(summary, colour=sys.stderr.isatty()))
+        say(report.table(summary))
         for warning in report.warnings(summary):
             say(warning)
         return summary
@@ -161,7 +155,8 @@ class Pipeline:
 
     def make_tokens(self, folder: Path) -> dict:
         every = chain(*chain(*self.sides.values()))
-        download.verify({side.path: side.part for side in every if side.public}, self.chain[0].work / stages.SUMS)
+        for path, part in {side.path: side.part for side in every if side.public}.items():
+            download.verify(path, part)
         (folder / "raw").mkdir()
         # The training text comes last: a fault in a test is reported in seconds.
         return {split: counts for split in [*self.sides][::-1] if (counts := self._tokens(folder, split))}
@@ -169,23 +164,13 @@ class Pipeline:
     def _tokens(self, folder: Path, split: str) -> dict | None:
         """Makes a split, and the validation split with the training text it comes from; the length filter's numbers."""
         rules, training = self.rules, split == "train"
-        steps: list[Step] = [compose] * rules.nfc
-        if training and rules.normalise:
-            steps.append(Normalise(self.spoken))
-        if not training and rules.plain_apostrophes:
-            steps.append(plain_apostrophes)
-        steps.append(Tokenise(self.spoken, rules))
+        steps = [Tokenise(self.spoken, rules, training)]
         filtered = training and rules.filter_on == "words"
         outputs = [self._with_raw(folder, split)]
         if training and rules.valid_every:
             outputs.append(self._with_raw(folder, "valid"))
         rows = (pair * 2 for pair in self._pairs(split))  # what becomes tokens, and the raw text
         counts = self._write(outputs, rows, f"tokens {split}", steps, partial(faults, rules) if filtered else no_faults)
-        if len(outputs) > 1 and counts["out"] < rules.valid_every:
-            raise UserError(
-                f"valid: no pair is left: --valid-every {rules.valid_every} of {counts['out']:,} training pairs; "
-                "choose a smaller number"
-            )
         return counts if filtered else None
 
     def _pairs(self, split: str) -> Iterator[tuple[bytes, ...]]:
@@ -209,9 +194,7 @@ class Pipeline:
 
     def _checked(self, side: Side, split: str) -> Iterator[bytes]:
         keep_nul = split == "train" and self.rules.normalise  # which removes it
-        lines = checked_lines(side.lines(), str(side), keep_nul)
-        # With codes the text is in subwords, and must be lower-case already.
-        return lower_case_lines(lines, str(side)) if self.codes and self.rules.lowercase else lines
+        return checked_lines(side.lines(), str(side), keep_nul)
 
     # --- subwords ---------------------------------------------------------------------------------------------------
 
@@ -312,9 +295,6 @@ class Pipeline:
 
     def make_binary(self, folder: Path) -> dict:
         text, rules = self.chain[1].folder, self.rules
-        for split, number in self.required.items():
-            if (pairs := count_lines(self.text("subwords", split)[0])) != number:
-                raise UserError(f"--strict: {split}: expected {number:,} pairs, found {pairs:,}")
         _copy((text / LEARNT).iterdir(), folder)
         _copy((text / "raw").iterdir(), folder / "raw")
         dictionaries = list(map(binary.load_dictionary, self._files(folder, "dict", ".txt")))
@@ -384,11 +364,9 @@ def _copy(files: Iterable[Path], folder: Path) -> None:
 
 
 def none_left(split: str, dropped: Counter[str]) -> str:
-    """The message where every pair was dropped."""
+    """The message where every pair was dropped, or the split had none."""
     counts = ", ".join(f"{count:,} {fault}" for fault, count in dropped.items())
-    limits = {"too long": "--max-length", "length ratio": "--max-ratio"}
-    others = [f", or raise {option}" for fault, option in limits.items() if fault in dropped]
-    return f"{split}: no pair is left: {counts}; give other text{''.join(others)}"
+    return f"{split}: no pair is left{': ' * bool(counts)}{counts}; give other text, or other options"
 
 
 def versions() -> dict[str, str]:

@@ -14,16 +14,18 @@ from pathlib import Path
 from ea_artifacts.command import Parser, UserError, at_least, positive, reporting, say
 from ea_artifacts.preparation import Preparation
 
-from . import corpora, sample, stages
-from .corpus import Corpus, Rules
+from . import corpora, download, stages
+from .corpora import Corpus, Rules
 from .languages import default_tokenizer, known
+from .pipeline import Pipeline
 
-DATA = Path(__file__).resolve().parents[2] / "data"
+HERE = Path(__file__).resolve().parents[1]
+DATA = HERE.with_name("data")
 #: An option of custom.sh -> other options whose values follow from it.
 SETTLES = {
-    "like": "tokenizer tokenised bpe_given lowercase split_dashes normalise bpe merges vocabulary_threshold "
+    "like": "tokenizer tokenised bpe_given lowercase split_dashes normalise merges vocabulary_threshold "
     "separate_dictionaries joint_dictionary".split(),
-    "bpe_given": "bpe merges vocabulary_threshold".split(),
+    "bpe_given": "merges vocabulary_threshold".split(),
     "tokenised": "split_dashes normalise tokenizer".split(),
 }
 
@@ -38,34 +40,16 @@ def language(text: str) -> str:
     return text
 
 
-def prefix(text: str) -> str:
-    """An argparse type: what the names of two files begin with."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty; is a variable of your shell unset?")
-    return text
-
-
-def folder_name(text: str) -> str:
-    """An argparse type: the name of a folder below data/."""
-    if not re.fullmatch(r"\w[\w.+-]*", text):
-        raise argparse.ArgumentTypeError(f"must be the name of a folder in data/, not {text!r}; --out takes any path")
-    return text
-
-
 def parse(command: str, words: Sequence[str]) -> tuple[argparse.Namespace, Corpus]:
     """The options of a command of data-prep/, and the corpus that they describe."""
     parser = Parser(prog=f"{command}.sh")
-    if command == "sample":
-        parser.description = sample.__doc__
-        parser.add_argument("--train", type=positive, default=12_000, metavar="N", help="pairs (default: 12000)")
-        parser.add_argument("--seed", type=int, default=1, metavar="N", help="(default: 1)")
-    elif command == "custom":
+    if command == "custom":
         parser.description = inspect.getdoc(corpora.custom)
         add_custom_options(parser)
     else:
         make, pairs = corpora.PUBLIC[command]
         parser.description = inspect.getdoc(make)
-        parser.add_argument("--raw", type=Path, metavar="DIR", help="archives or files (default: they are downloaded)")
+        parser.add_argument("--raw", type=Path, metavar="DIR", help="archives or files (default: downloads)")
         if pairs:
             parser.add_argument("pair", choices=pairs, help="source and target language")
     add_common_options(parser)
@@ -73,8 +57,6 @@ def parse(command: str, words: Sequence[str]) -> tuple[argparse.Namespace, Corpu
     args.command = command
     if command == "custom" and (mistake := mistake_in(args)):
         parser.error(mistake)
-    if args.vocabulary_threshold and args.bpe == "sentencepiece":
-        parser.error("--vocabulary-threshold needs --bpe subword_nmt")
     try:
         corpus = corpus_of(args)
     except UserError as error:
@@ -91,8 +73,6 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of every corpus")
     add = group.add_argument
     add("--out", type=Path, metavar="DIR", help="the finished data folder (default: data/NAME)")
-    kinds = ["subword_nmt", "sentencepiece"]
-    add("--bpe", choices=kinds, help="kind of subwords (default: subword_nmt; sentencepiece without tokens)")
     merges = "merges of BPE, or pieces (default: the corpus's; custom.sh: 10000)"
     add("--merges", type=positive, metavar="N", help=merges)
     rare = "split subwords again that occur fewer than N times on their side of the training text"
@@ -103,9 +83,6 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     separate = "a dictionary for each language; the model then shares no embeddings between them (default of IWSLT'14)"
     dictionaries.add_argument("--separate-dictionaries", action="store_true", help=separate)
     add("--workers", type=positive, metavar="N", default=os.cpu_count(), help="processes (default: one per core)")
-    names = ", ".join(stages.NAMES)
-    add("--force", choices=stages.NAMES, metavar="STAGE", help=f"make this stage and all later ones again: {names}")
-    add("--strict", action="store_true", help="fail if the numbers of pairs are not the expected ones")
 
 
 def add_custom_options(parser: argparse.ArgumentParser) -> None:
@@ -113,21 +90,18 @@ def add_custom_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source-lang", type=language, required=True, metavar="XX")
     add("--target-lang", type=language, required=True, metavar="YY")
-    add(
-        "--train", type=prefix, required=True, nargs="+", metavar="PREFIX", help="PREFIX.XX and PREFIX.YY, plain or .gz"
-    )
+    add("--train", required=True, nargs="+", metavar="PREFIX", help="PREFIX.XX and PREFIX.YY, plain or .gz")
     valid = parser.add_mutually_exclusive_group(required=True)
-    valid.add_argument("--valid", type=prefix, metavar="PREFIX", help="kept whole and aligned, as are tests")
+    valid.add_argument("--valid", metavar="PREFIX", help="kept whole and aligned, as are tests")
     valid.add_argument("--valid-every", type=at_least(2), metavar="N", help="every N-th training pair is validation")
     add(
         "--test",
-        type=prefix,
         nargs="+",
         default=[],
         metavar="PREFIX",
         help="for fairseq: test, test1, ... in this order",
     )
-    add("--name", type=folder_name, help="name of the data (default: that of --out, else custom-XX-YY)")
+    add("--name", help="name of the data (default: that of --out, else custom-XX-YY)")
     none = "none: sentencepiece splits raw text (default: moses where it has rules for both languages, else none)"
     add("--tokenizer", choices=["moses", "none"], help=none)
     add("--tokenised", action="store_true", help="the text is in tokens already: its lines are taken as they are")
@@ -135,7 +109,7 @@ def add_custom_options(parser: argparse.ArgumentParser) -> None:
     add("--bpe-given", type=Path, metavar="CODE", help=given)
     like = "take rules, subwords and dictionary of a run, or of data prepared before; to train on, or to score"
     add("--like", type=Path, metavar="FOLDER", help=like)
-    add("--lowercase", action="store_true", help="lower-case the text; with --bpe-given: it is lower-case already")
+    add("--lowercase", action="store_true", help="lower-case the text")
     add("--split-dashes", action="store_true", help="Moses' aggressive hyphen splitting, as the WMT corpora have it")
     add("--normalise", action="store_true", help="normalise punctuation of training text, as the WMT corpora do")
     overlap = "drop training pairs of which a side is a sentence of validation or a test"
@@ -157,17 +131,13 @@ def mistake_in(args: argparse.Namespace) -> str | None:
                 return f"{_flag(name)} conflicts with {_flag(option)}, which already sets it"
     if tokenizer(args) == "none":
         why = "" if args.tokenizer else f" (the default for {args.source_lang} and {args.target_lang})"
-        for name in ("split_dashes", "normalise", "vocabulary_threshold", "bpe"):
-            if getattr(args, name) not in (None, False, "sentencepiece"):
+        for name in ("split_dashes", "normalise", "vocabulary_threshold"):
+            if getattr(args, name):
                 return f"{_flag(name)} conflicts with --tokenizer none{why}: sentencepiece splits text as it is"
     for name in (*args.train, *args.test, args.valid or ""):
         stem, _, code = name.removesuffix(".gz").rpartition(".")
         if code in (args.source_lang, args.target_lang) and Path(name).is_file():
             return f"{name}: is a file; give the prefix of two files: {stem}"
-    tests = [Path(name).resolve() for name in args.test]
-    for name, path in zip(args.test, tests, strict=True):
-        if tests.count(path) > 1:
-            return f"--test {name}: is named twice; leave one of them out"
     if args.like and not (args.name or args.out):
         return "--like needs a --name or --out for the new data"
     if args.like and args.like.resolve() == (args.out or DATA / args.name).resolve():
@@ -180,7 +150,7 @@ def _flag(name: str) -> str:
 
 
 def tokenizer(args: argparse.Namespace) -> str:
-    """The tokenizer of your own text, as ea_data.corpus.Rules names it."""
+    """The tokenizer of your own text, as ea_data.corpora.Rules names it."""
     if args.tokenised:
         return "given"
     return args.tokenizer or default_tokenizer(args.source_lang, args.target_lang)
@@ -188,8 +158,6 @@ def tokenizer(args: argparse.Namespace) -> str:
 
 def corpus_of(args: argparse.Namespace) -> Corpus:
     """The corpus that the command line describes."""
-    if args.command == "sample":
-        return corpora.sample()
     if args.command != "custom":
         make, pairs = corpora.PUBLIC[args.command]
         return make(*args.pair.split("-")) if pairs else make()
@@ -222,26 +190,21 @@ def warn_of_unknown(args: argparse.Namespace) -> None:
             )
 
 
-def raw_folder(args: argparse.Namespace, corpus: Corpus, out: Path) -> Path:
-    """The folder with the raw text, which is made or downloaded now where it is missing."""
+def raw_folder(args: argparse.Namespace, corpus: Corpus) -> Path:
+    """The folder with the raw text, which is downloaded now where it is missing."""
     if args.command == "custom":
         return Path.cwd()
-    if args.command == "sample":
-        pairs = sample.corpus(args.train, 500, 500, args.seed)
-        raw = stages.work_folder(out) / "raw"
-        sample.write(pairs, raw)
-        return raw
     if args.raw:
         return args.raw.resolve()
-    from . import download
-
+    if not corpus.downloads:
+        return HERE / args.command
     folder = DATA / "downloads" / corpus.downloads
-    files = {folder / Path(url).name: (url, part.size) for url, part in corpus.files().items()}
-    if not all(path.exists() for path in files):
+    missing = {path: url for url in corpus.urls() if not (path := folder / Path(url).name).exists()}
+    if missing:
         with stages.locked(folder):  # two directions of a corpus share its downloads
-            for path, (url, size) in files.items():
+            for path, url in sorted(missing.items()):
                 if not path.exists():
-                    download.fetch(url, path, size)
+                    download.fetch(url, path)
     return folder
 
 
@@ -250,13 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name, *words = sys.argv[1:] if arguments is None else arguments
     args, corpus = parse(name, words)
     out = (args.out or DATA / corpus.name).resolve()
-    # Only now, so that --help works before scripts/setup.sh has run.
-    from .pipeline import Pipeline
-
     command = [f"data-prep/{name}.sh", *words]
     with reporting(f"{name}.sh"), stages.alone(out):
-        raw = raw_folder(args, corpus, out)
-        Pipeline(corpus, raw, out, args.workers, command, args.strict).run(args.force)
+        Pipeline(corpus, raw_folder(args, corpus), out, args.workers, command).run()
     print(f"{out}: ready")
 
 

@@ -14,7 +14,6 @@ MOST_OVERLAP = {"both": 1.0, "source": 5.0, "target": 5.0}  # of a split's pairs
 MOST_DUPLICATES = 10.0  # of the training pairs
 MOST_UNKNOWN = 1.0  # of a test's subwords
 MOST_DECOMPOSED = 1.0  # of the validation text's lines
-RED, PLAIN = "\033[31m", "\033[0m"
 #: Entries that the screen shows as PREP.json has them.
 SHOWN = ("train_words", "dictionary", "filters", "overlap_with_training", "duplicate_training_pairs")
 BACK = "come back from tokenising and detokenising as they were, and translations will not, either"
@@ -27,8 +26,8 @@ BROKEN = {
 }
 
 
-def table(summary: dict, colour: bool) -> str:
-    """The summary as lines for the screen; a number of pairs other than the expected one is red and marked."""
+def table(summary: dict) -> str:
+    """The summary as lines for the screen; a number of pairs other than the expected one is marked."""
     languages = (summary["source_lang"], summary["target_lang"])
     heads = ["pairs", "expected", *(f"{what} {lang}" for what in ("subwords", "unk %") for lang in languages)]
     lines = [f"\n{'split':<28}" + "".join(f"{head:>14}" for head in heads)]
@@ -39,7 +38,6 @@ def table(summary: dict, colour: bool) -> str:
         cells += [f"{facts['unknown_percent'][lang]:.2f}" for lang in languages]
         line = f"{name:<28}" + "".join(f"{cell:>14}" for cell in cells)
         if facts["expected"] and facts["pairs"] != facts["expected"]:
-            line = f"{RED}{line}{PLAIN}" if colour else line
             line += "  <- not as expected"
         lines.append(line)
     return "\n".join([*lines, json_text({name: summary[name] for name in SHOWN})])

@@ -10,7 +10,7 @@ from typing import Any
 
 from ea_runtime.text import composed, join_pieces, splitter, words
 
-from .corpus import Rules
+from .corpora import Rules
 from .parallel import Chunk
 
 EXAMPLES = 3  # kept of each side
@@ -70,9 +70,8 @@ class RoundTrip:
 
 def add(total: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The results of two chunks as one."""
-    return [_add(*side) for side in zip(total, more, strict=True)]
-
-
-def _add(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    counts = {name: total[name] + more[name] for name in ("lines", "same", "decomposed")}
-    return counts | {"examples": (total["examples"] + more["examples"])[:EXAMPLES]}
+    for side, other in zip(total, more, strict=True):
+        side["examples"] = (side["examples"] + other["examples"])[:EXAMPLES]
+        for name in ("lines", "same", "decomposed"):
+            side[name] += other[name]
+    return total

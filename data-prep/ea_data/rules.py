@@ -1,4 +1,4 @@
-"""The rules for a line: punctuation, tokens, case, lengths. Each takes a chunk of lines."""
+"""The rules for chunks of lines: tokens, lengths."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
-from ea_runtime.text import Normalizer, composed, words
+from ea_runtime.text import Normalizer, RawText, Tokens, words
 
-from .corpus import Rules
+from .corpora import Rules
 from .parallel import Chunk
 
 OTHER_SPACE = re.compile(r"[^\S ]")  # whatever str.split() takes for white space, but for the plain space
@@ -20,50 +20,38 @@ def in_turn(steps: Sequence[Callable[[Any], Any]], chunk: Chunk) -> Any:
     return reduce(lambda lines, step: step(lines), steps, chunk)
 
 
-def compose(chunk: Chunk) -> Chunk:
-    """Chunk -> the same lines in Unicode's form NFC."""
-    return tuple([composed(line.decode()).encode() for line in lines] for lines in chunk)
+class GivenTokens(RawText):
+    """Text that comes in tokens, but for white space of other kinds: BPE would keep it, and fairseq split at it."""
 
-
-class Normalise:
-    """Chunk -> the same lines with normalised punctuation and no non-printing characters, as WMT has them."""
-
-    def __init__(self, languages: tuple[str, ...]) -> None:
-        self._normalizers = [Normalizer(lang) for lang in languages]
-
-    def __call__(self, chunk: Chunk) -> Chunk:
-        return tuple(
-            [normalizer.clean(line.decode()).encode() + b"\n" for line in lines]
-            for normalizer, lines in zip(self._normalizers, chunk, strict=True)
-        )
-
-
-def plain_apostrophes(chunk: Chunk) -> Chunk:
-    """Chunk -> the same lines with ' for ’."""
-    return tuple([line.replace("’".encode(), b"'") for line in lines] for lines in chunk)
+    def tokenize(self, line: str) -> str:
+        """The line with a plain space for each other white space; white space at its ends stays."""
+        return OTHER_SPACE.sub(" ", line.removesuffix("\n"))
 
 
 class Tokenise:
-    """Chunk -> its tokenised lines; text that comes in tokens passes through, but for its case and its spaces.
+    """Chunk of raw text -> its tokens, by a corpus's rules for training text or for other text.
 
-    White space of any kind becomes a plain space there: BPE would keep another inside a word, and fairseq split at it.
+    Args:
+        languages: those by whose rules Moses splits the sides.
+        training: whether it is training text, whose punctuation may be normalised; in other text ’ may become '.
     """
 
-    def __init__(self, languages: Sequence[str], rules: Rules) -> None:
-        self._words = [words(rules.tokenizer, lang, rules.split_dashes) for lang in languages]
-        self._rules = rules
+    def __init__(self, languages: Sequence[str], rules: Rules, training: bool = True) -> None:
+        given = rules.tokenizer == "given"
+        self._sides = [
+            Tokens(
+                GivenTokens() if given else words(rules.tokenizer, language, rules.split_dashes),
+                compose=rules.nfc,
+                normalizer=Normalizer(language) if training and rules.normalise else None,
+                plain_apostrophes=rules.plain_apostrophes and not training,
+                lowercase=rules.lowercase,
+            )
+            for language in languages
+        ]
 
     def __call__(self, chunk: Chunk) -> Chunk:
-        return tuple(
-            [self._line(tokenize, line) for line in lines]
-            for tokenize, lines in zip([side.tokenize for side in self._words], chunk, strict=True)
-        )
-
-    def _line(self, tokenize: Callable[[str], str], line: bytes) -> bytes:
-        text = line.decode()
-        given = self._rules.tokenizer == "given"
-        text = OTHER_SPACE.sub(" ", text.removesuffix("\n")) if given else tokenize(text)
-        return (text.lower() if self._rules.lowercase else text).encode() + b"\n"
+        sides = zip(self._sides, chunk, strict=True)
+        return tuple([tokens(line.decode()).encode() + b"\n" for line in lines] for tokens, lines in sides)
 
 
 def faults(rules: Rules, chunk: Chunk) -> list[str | None]:

@@ -26,7 +26,6 @@ from ea_artifacts.command import UserError, say
 
 STAMP = ".stamp.json"
 NAMES = ("tokens", "subwords", "binary")
-SUMS = "SHA256SUMS"  # in NAME.work, of the public files; in sha256sum's format: `sha256sum -c SHA256SUMS` works
 LOCK = "lock"  # in NAME.work, from its beginning: a folder without it was not made here
 
 
@@ -90,16 +89,14 @@ def chain(out: Path, makers: Mapping[str, Callable[[Path], dict]], options: Mapp
     return stages
 
 
-def run(stages: list[Stage], force: str | None) -> None:
-    """Makes the missing stages. `force` names a stage to make again, with all that follow it."""
-    if not force and stages[-1].report() is not None:
+def run(stages: list[Stage]) -> None:
+    """Makes the missing stages, each of which makes those after it out of date."""
+    if stages[-1].report() is not None:
         say("nothing to do: made before, with the same options from the same text")
         return
     stages[-1].refuse_own_files()
-    forced = False
     for position, stage in enumerate(stages):
-        forced = forced or stage.name == force
-        if not forced and stage.report() is not None:
+        if stage.report() is not None:
             say(f"{stage.name}: done already")
             continue
         for later in stages[position:-1]:  # the last stage's folder is the user's: it stays until it is replaced
@@ -143,10 +140,10 @@ def locked(work: Path) -> Iterator[None]:
                 if not patience:
                     raise UserError(f"{work}: another run is at work here; wait for its end") from error
                 time.sleep(0.1)
-        for left in [path for name in (*NAMES, f".{SUMS}") for path in work.glob(f"{name}.*.tmp")]:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for left in [path for name in NAMES for path in work.glob(f"{name}.*.tmp")]:
+            shutil.rmtree(left)
         try:
             yield
         finally:
-            if {path.name for path in work.iterdir()} <= {LOCK, SUMS}:  # nothing was made: leave no trace
+            if {path.name for path in work.iterdir()} == {LOCK}:  # nothing was made: leave no trace
                 shutil.rmtree(work)

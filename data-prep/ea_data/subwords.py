@@ -16,7 +16,7 @@ from subword_nmt import learn_bpe
 from tqdm import tqdm
 
 from ea_artifacts.command import UserError, say
-from ea_artifacts.preparation import CODES, Preparation
+from ea_artifacts.preparation import CODES
 from ea_runtime.text import VERSION, splitter
 
 from .parallel import Chunk, read_rows, tqdm_options
@@ -123,15 +123,6 @@ class Apply:
             [split(line[:-1].decode()).encode() + b"\n" for line in lines]
             for split, lines in zip(self._sides, chunk, strict=True)
         )
-
-
-def require_codes(prepared: Preparation) -> None:
-    """Refuse prepared text whose codes, or whose model of sentencepiece, cannot be read."""
-    try:
-        Apply(prepared.folder, prepared.bpe, prepared.languages)
-    except (ValueError, RuntimeError) as error:
-        codes = prepared.folder / CODES[prepared.bpe]
-        raise UserError(f"{codes}: damaged ({error}); prepare that text again") from None
 
 
 def split_otherwise(apply: Apply, chunk: Chunk) -> int:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import shutil
 import subprocess
 from xml.sax.saxutils import escape
 
@@ -93,15 +92,6 @@ def test_white_space_of_any_kind_separates_tokens():
     for lowercase in (False, True):
         tokenise = rules.Tokenise(("de", "en"), Rules(tokenizer="given", lowercase=lowercase))
         assert tokenise(([line], [])) == ([b"10 000 a b c d e f  g \n"], [])
-
-
-def test_upper_case_is_refused_where_lower_case_was_promised(published, tmp_path):
-    raw = shutil.copytree(published / "subwords", tmp_path / "raw")
-    lines = read(raw / "train.en")
-    write(raw / "train.en", [*lines[:6], "The house", *lines[7:]])
-    with pytest.raises(SystemExit, match=f"{raw}/train.en, line 7: .*--lowercase"):
-        prepare(raw, tmp_path / "out", "--bpe-given", published / "code", "--lowercase")
-    assert not (tmp_path / "out").exists()
 
 
 BARE = [f'she " has " & {number} < b >' for number in range(40)]

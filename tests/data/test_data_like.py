@@ -105,25 +105,18 @@ def test_validation_text_that_is_given_has_plain_apostrophes_too(text, before, t
     --source-lang fr | 'is de-en' fr-en
     --like {tmp}/nothing | {tmp}/nothing/PREP.json
     --like {tmp}/differ | '{tmp}/differ: the dictionaries'
-    --like {tmp}/lacks | {tmp}/lacks/dict.en.txt
     --like {tmp}/page | {tmp}/page/dict.de.txt:1:
-    --like {tmp}/latin | {tmp}/latin/dict.de.txt:2:
     --like {tmp}/twice | {tmp}/twice/dict.de.txt:3:
-    --like {tmp}/codes | '{tmp}/codes/code: damaged'
-    --like {tmp}/pieces | '{tmp}/pieces/sentencepiece.bpe.model: damaged'
+    --like {tmp}/lacks | {tmp}/lacks/dict.en.txt
     --like {tmp}/other | '{tmp}/other/PREP.json: source_lang' None
     --out {before} | '--like {before}: is the folder' --out
 """)
 def test_an_earlier_preparation_that_cannot_be_used_is_named(before, tmp_path, words, named, capsys):
-    for name in ("differ", "lacks", "page", "latin", "twice", "codes"):
+    for name in ("differ", "lacks", "page", "twice"):
         shutil.copytree(before, tmp_path / name)
     for language in ("de", "en"):
         (tmp_path / f"page/dict.{language}.txt").write_text("<html>\n")
-        (tmp_path / f"latin/dict.{language}.txt").write_bytes(b"a 2\n\xff 1\n")
         (tmp_path / f"twice/dict.{language}.txt").write_text("a 2\nb 1\na 1\n")
-    (tmp_path / "codes/code").write_text("<html>\n")
-    pieces = changed(before, tmp_path / "pieces", {}, bpe="sentencepiece", tokenizer="none")
-    (pieces / "sentencepiece.bpe.model").write_text("<html>\n")
     (tmp_path / "differ/dict.en.txt").write_text("other 1\n")
     (tmp_path / "lacks/dict.en.txt").unlink()
     write(tmp_path / "other/PREP.json", ['{"task": "CoLA"}'])  # as of data for other tasks

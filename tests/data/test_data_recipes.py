@@ -196,7 +196,7 @@ def wmt(folder, recipe, sizes, test_set):
 )
 @pytest.mark.slow
 def test_wmt14(recipe, sizes, test_set, every, tmp_path):
-    parts = tuple(dataclasses.replace(part, size=0, sha256="") for part in recipe.train)  # without checksums
+    parts = tuple(dataclasses.replace(part, sha256="") for part in recipe.train)  # without checksums
     recipe = dataclasses.replace(recipe, train=parts)
     languages = (recipe.source_lang, recipe.target_lang)
     training, test = wmt(tmp_path / "raw", recipe, sizes, test_set)
@@ -239,8 +239,8 @@ def test_an_archive_that_is_not_the_published_one_is_named(iwslt, tmp_path):
 
     refused(corpora.wmt14_en_de(), r"raw: has no .*europarl.*https://.*europarl-v7.tgz")
     archive(raw / "de-en.tgz", other)
-    refused(corpora.iwslt14_de_en(), r"no member .*dev2010.*; .* de-en/train.*de, de-en/other")
+    refused(corpora.iwslt14_de_en(), "no member .*dev2010")
     os.truncate(shutil.copy(iwslt[0] / "de-en.tgz", raw), 9000)
     refused(corpora.iwslt14_de_en(), r"raw/de-en\.tgz: truncated or damaged")
     wmt(raw, corpora.wmt14_en_de(), (10, 10, 10), "newstest2014-deen")
-    refused(corpora.wmt14_en_de(), r"europarl-v7.tgz: [\d,]+ bytes, .*657,632,379")
+    refused(corpora.wmt14_en_de(), "europarl-v7.tgz: its SHA-256 is .*0224c7c710")

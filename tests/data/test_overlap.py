@@ -43,7 +43,7 @@ def test_leaks_repetitions_and_empty_lines_are_counted_and_warned_of(tmp_path):
     assert [text.split(":")[1] for text in warnings if "empty" in text] == [" test"] * 2
     (of_references,) = [text for text in warnings if "BLEU" in text]
     assert "1 of its 5 en sentences" in of_references
-    assert '"duplicate_training_pairs": 2' in report.table(prep, colour=False)
+    assert '"duplicate_training_pairs": 2' in report.table(prep)
 
 
 def test_clean_data_has_no_warning_and_unknown_subwords_have_one(tmp_path):

@@ -17,10 +17,6 @@ SENTENCES = {
     "th": "แมวน้ำกินปลาในทะเล|วันนี้ฝนตกหนักมาก|ฉันชอบดื่มน้ำส้ม|เด็กๆ เล่นอยู่ในสวน|ขอบคุณที่ช่วยฉันเมื่อวานนี้",
     "ja": "猫が窓のそばで寝ています。|今日は とても寒いですね。|「ありがとう」と彼は言った。|"
     "ガラスのコップを買いました。|駅まで歩いて十分です。",
-    "ar": "ذهبَ الولدُ إلى المدرسة، ثم عاد.|أحبُّ قراءةَ الكتب في المساء.|هل تريدين قهوة أم شايًا؟|"
-    "السماء زرقاء اليوم.|اشترت أمي خبزًا وحليبًا.",
-    "hi": "हिन्दी में एक छोटा वाक्य है।|बच्चे बगीचे में खेल रहे हैं।|क्या आप चाय पीना चाहते हैं?|"
-    "मेरी बहन दिल्ली में रहती है।|कल बहुत तेज़ बारिश हुई।",
     "emoji": "our family 👨‍👩‍👧‍👦 is here ❤️|well done 👍🏽 my friend 🎉|she is a pilot 👩🏾‍✈️ now|"
     "greetings from Greece 🇬🇷 and Iran 🇮🇷|a rainbow 🏳️‍🌈 after the rain 🌧️",
 }
@@ -50,10 +46,9 @@ def test_raw_text_survives(tmp_path, language):
     assert references == lines
 
 
-@pytest.mark.parametrize("language", ["th", "emoji"])
-def test_text_that_moses_breaks_gives_a_warning(tmp_path, language):
+def test_text_that_moses_breaks_gives_a_warning(tmp_path):
     """The same text by Moses: the report counts the lines that do not come back and shows some."""
-    _, prep = alike(tmp_path, "xx", "yy", SENTENCES[language], tokenizer="moses", merges=20)
+    _, prep = alike(tmp_path, "xx", "yy", SENTENCES["th"], tokenizer="moses", merges=20)
     side = prep["round_trip"]["xx"]
     assert side["same"] < 0.99 * side["lines"]
     warning = next(text for text in report.warnings(prep) if "come back" in text)

@@ -4,8 +4,8 @@ import contextlib
 import io
 import random
 
-from ea_data import corpora, prepare, sample, stages  # noqa: F401  (the tests take them from here)
-from ea_data.corpus import Corpus, Part, Rules
+from ea_data import corpora, prepare, stages  # noqa: F401  (the tests take them from here)
+from ea_data.corpora import Corpus, Part, Rules
 from ea_data.pipeline import Pipeline
 from helpers import REPO
 
@@ -80,11 +80,11 @@ def corpus(folder, train=200):
     return folder
 
 
-def text_only(recipe, raw, out, workers=1, force=None):
+def text_only(recipe, raw, out, workers=1):
     """Run the first two stages; the pipeline, with the texts that it made."""
     pipeline = Pipeline(recipe, raw, out, workers)
     with stages.alone(out):
-        stages.run(pipeline.chain[:-1], force)
+        stages.run(pipeline.chain[:-1])
     return pipeline
 
 

@@ -153,7 +153,7 @@ def test_lines_before_one_that_is_no_text_are_translated():
     --run {here} | {here} checkpoint
     --run {here}/nowhere | {here}/nowhere:
     --run {run} --input {here}/nope | '--input {here}/nope: '
-    --run {run} --input {here} | {here}: 'name of a file'
+    --run {run} --input {here} | {here}: directory
     --run {run} --output {here}/nodir/out | '--output {here}/nodir/out: ' {here}/nodir
     --run {run} --data {here} | PREP.json:
     --run {run} -- --nonsense | '-- --nonsense: '
