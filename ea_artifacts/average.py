@@ -13,8 +13,6 @@ from .files import replacing
 
 #: Options of a task that may change while a training goes on: they neither change what a model reads nor how.
 _MAY_CHANGE = {"data", "dataset_impl", "num_batch_buckets", "train_subset", "upsample_primary", "truncate_source"}
-#: Options of the learning, by fairseq's names.
-_LEARNING = {"lr", "update_freq", "clip_norm", "adam_betas", "weight_decay", "warmup_updates", "label_smoothing"}
 
 
 def average(paths: Sequence[Path]) -> dict[str, Any]:
@@ -28,13 +26,13 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
 
     sums: dict[str, torch.Tensor] = {}
     updates: dict[int, Path] = {}
-    reference, apart = None, len({path.parent.resolve() for path in paths}) > 1
+    reference = None
     say(f"averaging {listed(path.name for path in paths)}")
     for path in paths:
         state = load(path)
         if reference is None:
-            reference, reference_path = _skeleton(state, apart), path
-        _require_same(reference, reference_path, _skeleton(state, apart), path)
+            reference, reference_path = _skeleton(state), path
+        _require_same(reference, reference_path, _skeleton(state), path)
         _refuse_twice(updates, state, path)
         for key, value in state["model"].items():
             if value.is_floating_point():
@@ -80,23 +78,13 @@ def holds(path: Path, state: dict[str, Any]) -> bool:
     return kept.keys() == weights.keys() and all(kept[key].equal(value) for key, value in weights.items())
 
 
-def _skeleton(state: dict, learning: bool) -> dict[str, Any]:
-    """Averaged checkpoints must share these: settings, seed, the task's options, and each key's shape and type.
-
-    learning: and how they learnt, as one run need not have done from its beginning to its end.
-    """
-    # Learnt shares of older checkpoints have no axis, and a run may have gone on since.
-    tensors = {key: f"{tuple(value.shape) or (1,)} {value.dtype}" for key, value in state["model"].items()}
+def _skeleton(state: dict) -> dict[str, Any]:
+    """Averaged checkpoints must share these: settings, seed, the task's options, and each key's shape and type."""
+    tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in state["model"].items()}
     task = section(state, "task").items()
     of_task = {name: value for name, value in task if name not in _MAY_CHANGE and not name.startswith("eval_")}
     seed = section(state, "common").get("seed", settings(state).get("seed"))
-    learnt = {}
-    if learning:
-        sections = (section(state, name) for name in ("criterion", "optimization", "optimizer", "lr_scheduler"))
-        every = [(name, value) for of in (*sections, settings(state)) for name, value in of.items()]
-        # Limits of the training say when it ends. A section of the model may hold all options of the command line.
-        learnt = {name: value for name, value in every if name in _LEARNING or "dropout" in name}
-    return {**of_task, **structure(state), **learnt, "seed": seed, **tensors}
+    return {**of_task, **structure(state), "seed": seed, **tensors}
 
 
 def _refuse_twice(updates: dict[int, Path], state: dict, path: Path) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from .command import MissingError, UserError
-from .files import read_json, read_lines, writable
-from .preparation import Preparation, file_difference, fingerprint
+from .files import read_lines
+from .preparation import Preparation, file_difference
 
 # fairseq's own file names: --keep-last-epochs and --keep-interval-updates write these.
 EPOCH = re.compile(r"checkpoint(\d+)\.pt")
@@ -89,8 +89,6 @@ def load(path: Path | str, mmap: bool = False) -> dict[str, Any]:
     if not path.is_file():
         fault = "is a folder" if path.is_dir() else "no such file"
         raise MissingError(f"{path}: {fault}; expected a checkpoint, such as RUN/checkpoint_best.pt")
-    if path.stat().st_size == 0:
-        raise DamagedError(f"{path}: the file is empty")
     allow_in_checkpoints()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -216,8 +214,6 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
             "give the data of its training"
         )
     check_dictionaries(preparation, checkpoint, state)
-    if not kept:
-        _check_fingerprint(run, preparation)
     return preparation
 
 
@@ -240,16 +236,3 @@ def fitting(checkpoint: Path, data: Path) -> Iterator[None]:
         if wrong := re.search(r"size mismatch for .*", str(error)):
             raise UserError(f"{checkpoint} was not trained on {data}: {wrong[0]}") from None
         raise
-
-
-def _check_fingerprint(run: Path, data: Preparation) -> None:
-    """Compare data with the digest that run.json holds, as a run of an earlier version has it; then keep them."""
-    record = run / "run.json"
-    stated = read_json(record).get("identity", {}).get("data") if record.is_file() else None
-    if stated and stated != (now := fingerprint(data.folder)):
-        raise UserError(
-            f"{data.folder} is not what {run} was trained on, or was prepared anew; give the data of its training. "
-            f"The digest of its dictionaries and training text is {now}, and {record} says {stated}"
-        )
-    if stated and writable(run):
-        data.keep(run)

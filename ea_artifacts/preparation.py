@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,7 @@ class Preparation:
     unicode: str  # the form that text is brought to: "NFC" or "as given"
     merges: int | None
     moses: dict[str, str]  # language -> the one by whose rules Moses splits and joins its text
-    rules: dict[str, Any]  # of ea_data.corpus.Rules, as far as they were recorded
+    rules: dict[str, Any]  # of ea_data.corpora.Rules, as far as they were recorded
     pairs: int | None  # of the training text
 
     @classmethod
@@ -188,20 +187,13 @@ class Preparation:
         return {**rules, **moses, **{name: getattr(self, name) for name in (*FORM, "escape", "unicode")}}
 
     def keep(self, run: Path) -> None:
-        """Copy the files that a model needs into RUN/prepared, in one step; an earlier copy is replaced."""
+        """Copy the files that a model needs into RUN/prepared; an earlier copy is replaced."""
         kept = run / KEPT
-        new, old = (run / f".{KEPT}.{os.getpid()}.{kind}" for kind in ("new", "old"))
-        try:
-            new.mkdir(parents=True)
-            for path in (self.folder / FILE, *self.files()):
-                shutil.copyfile(path, new / path.name)
-            (new / DIGEST).write_text(Preparation.at(new).digest() + "\n", encoding="utf-8")
-            if kept.exists():
-                kept.replace(old)
-            new.replace(kept)
-        finally:
-            for folder in (new, old):
-                shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        for path in (self.folder / FILE, *self.files()):
+            shutil.copyfile(path, kept / path.name)
+        (kept / DIGEST).write_text(self.digest() + "\n", encoding="utf-8")
 
     def require_same(self, data: Preparation, run: Path) -> None:
         """Refuse data that were prepared in another way than this, `run`'s own, naming each difference."""
@@ -273,4 +265,4 @@ def file_difference(ours: Path, other: Path) -> str | None:
     for number, (here, there) in enumerate(pairs, 1):
         if here != there:
             return f"{ours.name}, line {number}: {here!r} in the run's, {there!r} in {other}"
-    return f"{ours.name}: the same lines with other ends, or a byte-order mark; prepare the data anew"
+    return f"{ours.name}: other ends of lines"

@@ -38,7 +38,7 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from ea_artifacts.command import UserError
-    from ea_runtime import ExportError, LanguageModel
+    from ea_runtime import LanguageModel
     from ea_runtime.folder import Export
     from ea_runtime.search import check_whole
 
@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace) -> None:
         is_language = Export(Path(args.folder)).task == LanguageModel.TASK
         for line in (_score if is_language else _translate)(args):
             _print(line)
-    except (ExportError, UserError, ValueError) as error:
+    except (UserError, ValueError) as error:
         sys.exit(f"ea_runtime: {error}")
     except OSError as error:
         sys.exit(f"ea_runtime: {error.filename or 'standard input'}: {error.strerror}")

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ea_artifacts.command import UserError
 from ea_artifacts.files import sha256
 from ea_artifacts.preparation import FILE
 from ea_runtime.search import Settings, check_whole
@@ -25,7 +26,7 @@ GRAPHS = {"translation": ("encoder.onnx", "decoder.onnx"), "language_modeling": 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 
 
-class ExportError(Exception):
+class ExportError(UserError):
     """The folder holds no usable model; the message names the file and says what to do."""
 
 

@@ -375,6 +375,13 @@ def test_a_score_does_not_change_which_checkpoint_is_the_model(data, half_way):
     assert model.read_bytes() == content
 
 
+def test_a_run_without_numbered_checkpoints_is_scored_by_its_best(data, half_way):
+    for number, name in ((1, "best"), (2, "last")):
+        (half_way / f"checkpoint{number}.pt").rename(half_way / f"checkpoint_{name}.pt")
+    assert score_run(data, half_way)["checkpoint"] == str(half_way / "checkpoint_best.pt")
+    assert (half_way / "eval/test.beam5.best.json").exists()
+
+
 @pytest.mark.parametrize(
     ("language", "rule", "line", "of_valid", "of_test"),
     [

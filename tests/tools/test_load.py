@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import REPO
-from helpers.toy import done
 
 import ea_fairseq
 from ea_artifacts.checkpoints import load
@@ -19,7 +18,6 @@ from ea_artifacts.run import Run
 from ea_runtime.text import Text
 
 CHECKPOINT = "checkpoint3.pt"
-SENTENCES = ["Hund, Katze, Haus.", "", "Haus.", "  ", "GARTEN, Vogel.", "Haus."]
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +130,3 @@ def test_a_missing_file_is_named(data, run, tmp_path):
             ea_fairseq.load(*place, **options)
     # the folder that the checkpoint names has the rest
     assert ea_fairseq.load(run, CHECKPOINT).text.preparation.name == data.name
-
-
-@pytest.mark.slow
-def test_it_translates_as_the_script_does(kept):
-    text = "".join(f"{line}\n" for line in SENTENCES)
-    result = done("translate.sh", "--run", kept, "--beam", 2, "--", "--max-len-b", 20, input=text)
-    assert result.stdout.split("\n")[:-1] == ea_fairseq.load(kept).translate(SENTENCES, beam=2, max_len_b=20)

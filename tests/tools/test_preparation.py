@@ -9,9 +9,8 @@ import torch
 
 from ea_artifacts.checkpoints import load, of_model
 from ea_artifacts.command import UserError
-from ea_artifacts.preparation import Preparation, file_difference, fingerprint
+from ea_artifacts.preparation import Preparation
 from ea_tools.training import run_folder
-from ea_tools.translating import evaluate
 
 CHECKPOINT = "checkpoint3.pt"
 RULES = {"split_dashes": False, "max_ratio": 1.5}
@@ -69,15 +68,6 @@ def test_every_file_that_splits_words_is_kept(data, tmp_path):
             Preparation.kept_by(run).require_same(Preparation.at(other), run)
 
 
-def test_files_that_differ_in_their_ends_alone(tmp_path):
-    """As an editor or git on Windows leaves them: every line of text is the same."""
-    for name, content in (("one", b"a\nb\n"), ("two", b"a\r\nb\r\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "code").write_bytes(content)
-    said = file_difference(tmp_path / "one/code", tmp_path / "two/code")
-    assert said.startswith("code: the same lines with other ends")
-
-
 def swap_words(text):
     """The same number of entries, two of them exchanged."""
     lines = text.splitlines(keepends=True)
@@ -92,7 +82,6 @@ def other_prep(**settings):
     ("name", "change", "message"),
     [
         ("dict.en.txt", swap_words, r"dict\.en\.txt, line 1: .* in the run's"),
-        ("code", swap_words, r"code, line 1: "),
         ("PREP.json", other_prep(lowercase=False), r"lowercase: the run's is True, that of .* is False"),
         ("PREP.json", other_prep(rules={"split_dashes": True}), "split_dashes: the run's is False, .* is True"),
         ("PREP.json", other_prep(source_lang="en", target_lang="de"), "source_lang: the run's is de, that of .* is en"),
@@ -143,8 +132,8 @@ def test_a_checkpoint_of_other_languages_is_refused(kept, tmp_path, source, targ
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("code", "#version: 0.2\na b\n"), ("PREP.json", None), ("PREP.json", "{"), ("PREP.json", "{}")],
-    ids=["changed", "missing", "no JSON", "empty"],
+    [("code", "#version: 0.2\na b\n"), ("PREP.json", None)],
+    ids=["changed", "missing"],
 )
 def test_what_is_kept_must_not_change(kept, name, content):
     path = kept / "prepared" / name
@@ -153,31 +142,12 @@ def test_what_is_kept_must_not_change(kept, name, content):
         of(kept)
 
 
-def test_a_run_of_an_earlier_version_is_compared_by_its_record(kept, data, tmp_path):
-    """Such a run keeps nothing but a digest of its training data, in run.json; from then on it keeps the rest."""
-    shutil.rmtree(kept / "prepared")
-    (kept / "run.json").write_text(json.dumps({"identity": {"data": fingerprint(data)}}))
-    with pytest.raises(UserError, match=r"digest of its dictionaries and training text is \w+, and .* says \w+"):
-        of(kept, changed(data, tmp_path, "dict.en.txt", swap_words))
-    of(kept, data)
-    assert of(kept).folder == kept / "prepared"
-
-
 def test_a_run_of_plain_fairseq_train_is_compared_by_its_languages(kept, data, tmp_path):
     shutil.rmtree(kept / "prepared")
     with pytest.raises(UserError, match=r"translates de-en, and .* is en-de"):
         of(kept, changed(data, tmp_path, "PREP.json", other_prep(source_lang="en", target_lang="de")))
     assert of(kept, data).folder == data
     assert not (kept / "prepared").exists(), "nothing says that these data are the run's"
-
-
-def test_scores_are_refused_on_other_data(kept, data, tmp_path):
-    """Before anything is translated: a dictionary of the same size gave a score without a word."""
-    other = changed(data, tmp_path, "dict.en.txt", swap_words)
-    args = evaluate.parse(["--data", str(other), "--run", str(kept), "--checkpoint", str(kept / CHECKPOINT)])
-    with pytest.raises(UserError, match=r"dict\.en\.txt, line 1"):
-        evaluate.evaluate(args)
-    assert not (kept / "eval").exists()
 
 
 def test_training_keeps_the_preparation_and_compares_it_on_a_resume(data, tmp_path):
@@ -192,4 +162,3 @@ def test_training_keeps_the_preparation_and_compares_it_on_a_resume(data, tmp_pa
     for digest in "yz":
         with pytest.raises(UserError, match=r"lowercase: the run's is True"):
             run_folder.claim(folder, {"data": digest}, "", other)
-    assert not [path for path in folder.iterdir() if path.name.startswith(".prepared")]

@@ -7,8 +7,7 @@ import shutil
 import pytest
 from helpers.data_toy import corpus, custom
 
-from ea_artifacts.files import write_json
-from ea_artifacts.preparation import Preparation, fingerprint
+from ea_artifacts.preparation import Preparation
 from ea_tools.translating import evaluate, export, translate
 
 DAC_OVERRIDE = 1 << 1  # the capability by which root writes any file
@@ -41,29 +40,23 @@ def reading_only(folder):
             path.chmod(mode)
 
 
-@pytest.mark.parametrize("keeps", ["preparation", "digest"])
-def test_a_run_of_another_user_is_used(data, run, tmp_path, capsys, keeps):
-    """One that keeps its preparation, and one of an earlier version, which kept a digest of its data."""
+def test_a_run_of_another_user_is_used(data, run, tmp_path, capsys):
     theirs, out = tmp_path / "run", tmp_path / "out"
     theirs.mkdir()
     for name in ("checkpoint2.pt", "checkpoint3.pt"):
         shutil.copy(run / name, theirs)
-    if keeps == "preparation":
-        Preparation.at(data).keep(theirs)
-    else:
-        write_json(theirs / "run.json", {"identity": {"data": fingerprint(data)}})
+    Preparation.at(data).keep(theirs)
     (tmp_path / "in").write_text("Hund.\n")
     flags, search = ["--run", str(theirs), "--data", str(data)], ["--beam", "1", "--", "--max-len-b", "9"]
     with reading_only(theirs):
         last = ["--checkpoint", str(theirs / "checkpoint3.pt")]
         translate.main([*flags, *last, "--input", str(tmp_path / "in"), "--output", str(out), *search])
         evaluate.main([*flags, "--average", "2", *search])
-        if keeps == "preparation":
-            export.main([*flags, "--average", "2", "--out", str(tmp_path / "exported")])
+        export.main([*flags, "--average", "2", "--out", str(tmp_path / "exported")])
     said = capsys.readouterr()
     assert out.read_text().count("\n") == 1
     assert "chrF" in said.out and f"{theirs / 'eval'} cannot be written" in said.err
-    assert (tmp_path / "exported/model.json").exists() == (keeps == "preparation")
+    assert (tmp_path / "exported/model.json").exists()
 
 
 def test_a_finished_corpus_is_ready(tmp_path):

@@ -92,7 +92,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if not args.run.is_dir():
         raise UserError(f"--run {args.run}: no such folder")
     if not (args.average or args.best or args.checkpoint or run.is_export):
-        args.average = len(run.last(AVERAGED)) or AVERAGED  # the model that training settled on
+        # the model that training settled on
+        args.average = len(run.last(AVERAGED))
+        args.checkpoint = None if args.average else str(run.model())
     name = data.name
     split = split_name(args.run, name, args.subset)
     baseline = read_baseline(args, name, written) if args.against else None
@@ -278,19 +280,20 @@ def as_written(path: Path, data: Preparation, language: str) -> list[str]:
 
 def references(path: Path, data: Preparation) -> tuple[list[str], list[str]]:
     """The lines of a file in DATA/raw on the target side, twice: as people write them, and in tokens."""
-    from ea_runtime.text import Normalizer, words_of
+    from ea_runtime.text import Normalizer, Tokens, words_of
 
     language, rules = data.target_lang, data.rules
     written = as_written(path, data, language)
     if data.tokenizer == "given":
         return written, read_lines(path)
-    lines = written
     was_training_text = rules.get("valid_every") and path.name.startswith("valid.")
-    if was_training_text and rules.get("normalise"):
-        lines = list(map(Normalizer(data.moses_language(language)).clean, lines))
-    if rules.get("plain_apostrophes") and not was_training_text:
-        lines = [line.replace("’", "'") for line in lines]
-    return written, list(map(words_of(data, language).tokenize, lines))
+    normalise = was_training_text and rules.get("normalise")
+    tokens = Tokens(
+        words_of(data, language),
+        normalizer=Normalizer(data.moses_language(language)) if normalise else None,
+        plain_apostrophes=rules.get("plain_apostrophes", False) and not was_training_text,
+    )
+    return written, list(map(tokens, written))
 
 
 def read_baseline(args: argparse.Namespace, data: str, references: Sequence[str]) -> list[str]:
@@ -349,6 +352,8 @@ def _exported_name(args: argparse.Namespace) -> list[str]:
 def _checkpoint_name(path: Path, run: Path) -> str:
     """A checkpoint in a file name: by its own name where it is the run's, else with a digest of where it is."""
     if path.parent.resolve() == run.resolve():
+        if path.stem == "checkpoint_best":
+            return "best"  # as --best calls it
         # --average 10 and --best are called average10 and best, and need not be of these files.
         return f"file-{path.stem}" if re.fullmatch(r"average\d+|best", path.stem) else path.stem
     return f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"

@@ -15,13 +15,8 @@ from ea_tools.training.products import use_bf16_products
 if TYPE_CHECKING:
     from ea_runtime.translator import Translator
 
-#: Flags after -- that have a flag of ours before it, whose value is recorded -> that flag, or what says it.
-SETTLED = {
-    **{"path": "--checkpoint", "gen-subset": "--subset", "beam": "--beam", "lenpen": "--lenpen"},
-    **{"input": "--input", "nbest": "--nbest of translate.sh; evaluate.sh scores the best alone"},
-    **dict.fromkeys(("source-lang", "target-lang", "task", "user-dir", "post-process", "remove-bpe"), "--run"),
-    **dict.fromkeys(("fp16", "bf16", "memory-efficient-fp16", "memory-efficient-bf16"), "--precision"),
-}
+#: Settings of the search that have a flag of ours before the --, whose value is recorded.
+SETTLED = ("beam", "lenpen")
 #: Flags after -- that are no settings of the search.
 OF_THE_WORK = ("batch-size", "cpu", "seed")
 
@@ -48,7 +43,7 @@ def parse_both(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> arg
         parser.error(f"-- {error}")
     for name in args.search_flags:
         if name in SETTLED:
-            parser.error(f"-- --{name}: not allowed after --; use {SETTLED[name]}")
+            parser.error(f"-- --{name}: not allowed after --; give it before")
     return args
 
 
@@ -79,16 +74,12 @@ def open_model(
 
 
 def _of_export(args: argparse.Namespace, data: Preparation | None) -> Translator:
-    from ea_runtime import ExportError
     from ea_runtime.onnx import OnnxTranslator
 
     chosen = [name for name in ("average", "best", "checkpoint") if getattr(args, name, None)]
     if given := chosen + ["precision"] * (args.precision != "fp32"):
         raise UserError(f"--{given[0]}: has no effect on {args.run}, an exported model; leave it out, or export anew")
-    try:
-        translator = OnnxTranslator(args.run)
-    except ExportError as error:
-        raise UserError(f"--run {error}") from None
+    translator = OnnxTranslator(args.run)
     if data:
         translator.text.preparation.require_same(data, args.run)
     return translator
