@@ -69,9 +69,7 @@ def test_a_plan_of_a_training_imports_nothing_heavy():
 
 def test_curves_need_matplotlib_alone(tmp_path):
     log = tmp_path / "log"
-    log.write_text(
-        "".join(f'{{"epoch": 1, "train_loss": "{9 - n}", "train_num_updates": "{n}"}}\n' for n in range(1, 5))
-    )
+    log.write_text("".join(f'{{"tag": "train", "loss": {9 - n}, "num_updates": {n}}}\n' for n in range(1, 5)))
     assert imports("figures.curves", log, "--out", tmp_path / "curves.png") == {"matplotlib"}
     assert (tmp_path / "curves.png").exists()
 

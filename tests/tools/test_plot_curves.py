@@ -10,47 +10,6 @@ from helpers.mistakes import check_refusal, mistakes
 from matplotlib.figure import Figure
 
 from ea_tools.figures import curves as plot_curves
-from ea_tools.training.logs import parse_line
-
-# The same three log lines as fairseq 0.12.2 writes them with --log-format simple and json, on the screen.
-SIMPLE = [
-    "2026-11-21 13:45:13 | INFO | train_inner | epoch 001:     50 / 129 loss=11.627, nll_loss=11.395, ppl=2693.06, "
-    "wps=827.9, ups=0.24, wpb=3423.1, bsz=233.6, num_updates=50, lr=0.00025, gnorm=2.773, train_wall=207, wall=209",
-    "2026-11-21 13:45:17 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 10.199 | nll_loss 9.807 |"
-    " ppl 895.6 | bleu 1.23 | wps 3400.8 | wpb 2525.8 | bsz 168 | num_updates 50 | best_loss 8.1e-05",
-    "2026-11-21 13:48:36 | INFO | train | epoch 001 | loss 10.043 | nll_loss 9.587 | ppl 768.97 | wps 1059.6 | ups 0.31"
-    " | wpb 3362.5 | bsz 224.8 | num_updates 129 | lr 0.000645 | gnorm 2.01 | train_wall 397 | wall 412",
-]
-JSON = [
-    '2026-11-21 13:45:13 | INFO | train_inner | {"epoch": 1, "update": 0.388, "loss": "11.627", "nll_loss": "11.395", '
-    '"wps": "827.9", "ups": "0.24", "wpb": "3423.1", "num_updates": "50", "wall": "209"}',
-    '2026-11-21 13:45:17 | INFO | valid | {"epoch": 1, "valid_loss": "10.199", "valid_nll_loss": "9.807", '
-    '"valid_bleu": "1.23", "valid_wps": "3400.8", "valid_wpb": "2525.8", "valid_num_updates": "50"}',
-    '2026-11-21 13:48:36 | INFO | train | {"epoch": 1, "train_loss": "10.043", "train_nll_loss": "9.587", "train_wps": '
-    '"1059.6", "train_wpb": "3362.5", "train_num_updates": "129", "train_wall": "412"}',
-]
-JOURNAL = [
-    '{"time": 1.5, "tag": "train_inner", "step": 50, "loss": 11.627, "wps": 827.9, "wpb": 3423.1, "num_updates": 50.0}',
-    '{"time": 2.5, "tag": "valid", "step": 50, "loss": 10.199, "bleu": 1.23, "wps": 3400.8, "wpb": 2525.8, '
-    '"num_updates": 50.0}',
-    '{"time": 3.5, "tag": "train", "step": 129, "loss": 10.043, "wps": 1059.6, "wpb": 3362.5, "num_updates": 129.0}',
-]
-
-
-def bare(lines):
-    """Without date, level and tag, as fairseq writes to --log-file."""
-    return [line.split(" | ", 3)[3] for line in lines]
-
-
-@pytest.mark.parametrize("lines", [SIMPLE, JSON, bare(SIMPLE), bare(JSON), JOURNAL])
-def test_every_form_of_log(lines):
-    names = ("loss", "wps", "wpb", "bleu")
-    found = [(tag, update, *map(numbers.get, names)) for tag, update, numbers in map(parse_line, lines)]
-    assert found == [
-        ("train_inner", 50, 11.627, 827.9, 3423.1, None),
-        ("valid", 50, 10.199, 3400.8, 2525.8, 1.23),
-        ("train", 129, 10.043, 1059.6, 3362.5, None),
-    ]
 
 
 def journal(updates, level=10.0, wps=100.0, wpb=200.0):
@@ -70,9 +29,6 @@ def make(folder, lines=None, seed=1, arch="ea_transformer_lite", flags=None, dat
     folder.mkdir(parents=True)
     lines = list(journal(range(1, 61), **level)) if lines is None else lines
     (folder / "log.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "train.log").write_text(
-        "x | train_inner | epoch 001:  10 / 30 loss=9\nx | train_inner | epoch 002:  1 / 30 loss=8\n"
-    )
     ours = {"recipe": "toy", "arch": arch, "data": data, "seed": str(seed)}
     ours |= {"ea-alpha": "0.1"} if arch.startswith("ea_") else {}
     starts = [{"flags": {"seed": str(seed), "cpu": "", **(flags or {})}}]
@@ -116,18 +72,6 @@ def test_points_and_axes(tmp_path):
     np.testing.assert_allclose(run.x("hours", updates), updates * 2 / 3600)
     np.testing.assert_allclose(run.x("epochs", updates), updates / 30)
     assert (run.seed, run.last) == ("1", 60)
-
-
-def test_a_log_of_plain_fairseq(tmp_path):
-    log = tmp_path / "screen.log"
-    others = ["| INFO | fairseq_cli.train | {'_name': None, 'common': {'seed': 1}}", '{"time": 1, "tag": "tr', "[1, 2]"]
-    log.write_text("".join(f"{line}\n" for line in [*others, *SIMPLE, "| INFO | train | end of epoch 1 (stats below)"]))
-    run = plot_curves.read(log)
-    assert run.points["train"][1].tolist() == [11.627]
-    assert run.epoch == 129
-    np.testing.assert_allclose(run.clock[1][:2], [0, 50 * 3423.1 / 827.9 / 3600])
-    (line,) = plot_curves.group([run])
-    assert line.label == "screen"
 
 
 OURS, PLAIN = "ea_transformer_lite", "transformer_lite"
@@ -201,7 +145,7 @@ def test_picture_and_table(tmp_path, capsys):
     {tmp}/nowhere | {tmp}/nowhere:
     {tmp}/run {tmp}/empty | '{tmp}/empty: has no log.jsonl' scripts/train.sh
     {tmp}/silent | {tmp}/silent/log.jsonl:
-    {tmp}/notes.txt | {tmp}/notes.txt: fairseq-train
+    {tmp}/notes.txt | {tmp}/notes.txt: log.jsonl
     {tmp}/foreign | '{tmp}/foreign/run.json: identity:'
     {tmp}/half | '{tmp}/half/run.json: identity: arch '
     {tmp}/torn.jsonl | '{tmp}/torn.jsonl:1: not JSON'

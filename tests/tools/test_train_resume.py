@@ -125,21 +125,20 @@ def test_the_model_of_a_finished_training(tmp_path, names, model, updates):
 
 def test_a_finished_run_does_not_pretend_to_be_trained_with_other_flags(tmp_path):
     """A loop over --dropout without --run would score one model several times."""
-    flags = {"dropout": "0.3", "lr": "0.0005", "share-all-embeddings": "", "max-update": "10", "max-tokens": "1000"}
+    flags = {"dropout": "0.3", "lr": "0.0005", "share-all-embeddings": "", "max-update": "10", "update-freq": "2"}
     (tmp_path / "run.json").write_text(json.dumps({"identity": {}, "starts": [{"flags": flags}]}))
     same = {"lr": ["5e-4"], "share-all-embeddings": [], "max-update": ["20"], "keep-last-epochs": ["1"]}
-    batch = {"max-tokens": ["500"], "update-freq": ["2"]}
-    run_folder.refuse_other_flags(tmp_path, {**same, **batch}, batch)
+    run_folder.refuse_other_flags(tmp_path, {**same, "update-freq": ["2"], "log-interval": ["5"]})
     for name, values, said in (
         ("dropout", ["0.4"], r"--dropout 0\.4 .*0\.3.*--run"),
         ("clip-norm", ["1"], "--clip-norm 1 "),
         ("bf16", [], "--bf16 "),
-        ("update-freq", ["4"], "2000 .*1000"),
+        ("update-freq", ["4"], "--update-freq 4 .*2"),
     ):
         with pytest.raises(UserError, match=said):
-            run_folder.refuse_other_flags(tmp_path, {**same, name: values}, {**batch, name: values})
+            run_folder.refuse_other_flags(tmp_path, {**same, name: values})
     with pytest.raises(UserError, match=r"--without dropout .*0\.3"):
-        run_folder.refuse_other_flags(tmp_path, same, batch, ["--dropout", "clip-norm"])
+        run_folder.refuse_other_flags(tmp_path, same, ["--dropout", "clip-norm"])
 
 
 def test_the_best_of_a_run_is_chosen_by_one_metric(tmp_path):
@@ -168,28 +167,14 @@ def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
     assert run_folder.updates(run_folder.mend(tmp_path)) == 40
     assert "checkpoint5.pt: has no optimizer state" in capsys.readouterr().err
     assert (tmp_path / "checkpoint5.pt").exists(), "it is whole, and may be scored"
+    for name in ("checkpoint4.pt", "checkpoint_last.pt", "checkpoint_best.pt"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UserError, match=f"{tmp_path}: .*none of its checkpoints; scripts/evaluate.sh can score"):
+        run_folder.mend(tmp_path)
 
 
 class Begun(Exception):
     """train.sh has become fairseq-train."""
-
-
-def test_training_does_not_go_on_without_the_state_of_the_optimizer(data, tmp_path, monkeypatch):
-    """fairseq would begin with a new one; the checkpoints so far are left for evaluate.sh."""
-    monkeypatch.setattr(os, "execve", mock.Mock(side_effect=Begun))
-    words = [str(word) for word in command(data, tmp_path, "--max-update", 60)]
-    with pytest.raises(Begun):
-        train.main(words)
-    state = load(made_checkpoint(tmp_path / "checkpoint_last.pt", 52))
-    with pytest.raises(Begun):
-        train.main(words)
-    del state["last_optimizer_state"]
-    torch.save(state, tmp_path / "checkpoint_last.pt")
-    starts = (tmp_path / "run.json").read_text()
-    with pytest.raises(SystemExit, match="--no-save-optimizer-state"):
-        train.main(words)
-    assert (tmp_path / "run.json").read_text() == starts, "nothing was started"
-    train.main([*words, "--max-update", "52"])  # it is finished, which is no mistake
 
 
 def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
@@ -282,7 +267,7 @@ def test_a_run_whose_starts_were_not_recorded_goes_on(tmp_path, data):
     (tmp_path / "run.json").write_text(json.dumps({"identity": {"arch": "a"}, "command": "c", "starts": []}))
     run_folder.claim(tmp_path, {"arch": "a"}, "now", data)
     run_folder.require_same_metric(tmp_path, {"best-checkpoint-metric": ["bleu"]})
-    run_folder.refuse_other_flags(tmp_path, {"lr": ["1"]}, {"lr": ["1"]})
+    run_folder.refuse_other_flags(tmp_path, {"lr": ["1"]})
     run_folder.record_start(tmp_path, {"lr": ["1"]}, launch.Launch(gpus=0), 10, "now")
     (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert (start["updates"], start["flags"]) == (10, {"lr": "1"})

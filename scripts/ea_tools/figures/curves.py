@@ -1,7 +1,7 @@
 """Learning curves of runs: training and validation loss, and validation BLEU, against updates, epochs and time.
 
-A RUN is a folder of scripts/train.sh, fairseq-train's log (its screen, or --log-file; --log-format simple or json), or
-a run in results/scores.jsonl by its name: multi30k-laptop-en-de/transformer_lite-seed1
+A RUN is a folder of scripts/train.sh, its log.jsonl, or a run in results/scores.jsonl by its name, such as
+multi30k-laptop-en-de/transformer_lite-seed1
 Runs that differ in the seed alone become one line, their mean. The range from the lowest to the highest is shaded, up
 to the end of the shortest run. The last column of the printed table is the update at which a run reached the lowest
 validation loss of the first RUN.
@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = Parser(prog="plot_curves.sh", description=__doc__)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or fairseq-train's log")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, its log.jsonl, or a name")
     out, names = REPO / "results" / "curves.png", ", ".join(style.SUFFIXES)
     add("--out", type=style.output(style.SUFFIXES), default=out, metavar="FILE", help=f"{names} (default: {out})")
     add("--x", nargs="+", choices=AXES, default=AXES, help="what to draw against (default: all three)")

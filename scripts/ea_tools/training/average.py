@@ -24,12 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: choose the checkpoints, average them, write one that fairseq-generate loads."""
     args = parse(arguments)
     with reporting("average_checkpoints"):
-        paths = select(
-            args.inputs, args.num_epoch_checkpoints, args.num_update_checkpoints, args.checkpoint_upper_bound
-        )
+        paths = select(args.inputs, args.num_epoch_checkpoints, args.num_update_checkpoints)
         output, runs = Path(args.output), {path.parent.resolve() for path in paths}
-        if output.resolve() in {path.resolve() for path in paths}:
-            raise UserError(f"--output {output}: is one of the checkpoints to average; give it another name")
         _refuse_trainings_own(output, runs)
         save(average(paths), output)
         print(f"wrote {output}, the average of {len(paths)} checkpoints")
@@ -46,14 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     count = parser.add_mutually_exclusive_group()
     count.add_argument("--num-epoch-checkpoints", type=positive, metavar="N", help="the last N of checkpointE.pt")
     count.add_argument("--num-update-checkpoints", type=positive, metavar="N", help="the last N of checkpoint_E_U.pt")
-    parser.add_argument(
-        "--checkpoint-upper-bound", type=positive, metavar="M", help="none later than epoch (or update) M"
-    )
-    args = parser.parse_args(arguments)
-    counted = args.num_epoch_checkpoints or args.num_update_checkpoints
-    if args.checkpoint_upper_bound and not counted:
-        parser.error("--checkpoint-upper-bound needs --num-epoch-checkpoints or --num-update-checkpoints")
-    return args
+    return parser.parse_args(arguments)
 
 
 def _refuse_trainings_own(output: Path, runs: Collection[Path]) -> None:
@@ -66,38 +55,18 @@ def _refuse_trainings_own(output: Path, runs: Collection[Path]) -> None:
             )
 
 
-def select(
-    inputs: Iterable[Path | str],
-    num_epochs: int | None = None,
-    num_updates: int | None = None,
-    upper_bound: int | None = None,
-) -> list[Path]:
+def select(inputs: Iterable[Path | str], num_epochs: int | None = None, num_updates: int | None = None) -> list[Path]:
     """The checkpoint files to average, oldest first: all the files named, or the last N by epoch or by update."""
-    paths = [Path(path) for path in inputs]
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder")
-    folders = [path for path in paths if path.is_dir()]
-    if num_epochs is None and num_updates is None:
-        if folders:
-            raise UserError(
-                f"{folders[0]}: is a folder; say how many of its checkpoints with "
-                "--num-epoch-checkpoints N or --num-update-checkpoints N"
-            )
+    paths, wanted = [Path(path) for path in inputs], num_epochs or num_updates
+    if wanted is None:
         return paths
-    if len(paths) != 1 or not folders:
-        raise UserError(
-            f"--inputs {listed(paths, ' ')}: the last N checkpoints are those of one run; give its folder alone, or "
-            "name every checkpoint, without a number"
-        )
+    if len(paths) != 1:
+        raise UserError(f"--inputs {listed(paths, ' ')}: the last N checkpoints are those of one run; name it alone")
     pattern, kind = (EPOCH, "epoch") if num_epochs else (UPDATE, "update")
-    wanted = num_epochs or num_updates or 0
-    files = numbered(folders[0].iterdir(), pattern)
-    candidates = [(number, path) for number, path in files if number <= (upper_bound or number)]
-    if len(candidates) < wanted:
-        bound = f" up to {kind} {upper_bound}" if upper_bound else ""
-        raise UserError(f"{folders[0]}: expected {wanted} {kind} checkpoints{bound}, found {len(candidates)}")
-    return [path for _, path in candidates[-wanted:]]
+    files = numbered(paths[0].iterdir(), pattern)
+    if len(files) < wanted:
+        raise UserError(f"{paths[0]}: expected {wanted} {kind} checkpoints, found {len(files)}")
+    return [path for _, path in files[-wanted:]]
 
 
 if __name__ == "__main__":

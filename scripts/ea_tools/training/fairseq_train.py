@@ -21,7 +21,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 import warnings
@@ -35,10 +34,6 @@ from ea_artifacts.command import REPO, UserError, ignore_warnings
 
 ignore_warnings()
 logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # of a package that is not needed here
-# These imports take seconds, in which Ctrl-C ends this process without a traceback. A job in the background ignores it.
-ON_CTRL_C = signal.getsignal(signal.SIGINT)
-if ON_CTRL_C is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import fairseq_cli.train as fairseq_train  # noqa: E402
 import torch  # noqa: E402
@@ -57,7 +52,6 @@ from ea_tools.training import products  # noqa: E402
 from ea_tools.training.memory import keep_freed_memory  # noqa: E402
 from ea_tools.training.run_folder import next_command, settle_model, started  # noqa: E402
 
-signal.signal(signal.SIGINT, ON_CTRL_C)
 logger = logging.getLogger("train")
 LOG_ALONE = {"log_alone": True}  # for train.log, and not for the screen
 TERMINAL = {"terminal": True}  # for a terminal, too, which shows warnings and these alone

@@ -118,22 +118,14 @@ def _parsed(command: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     # isort: split
     from fairseq import options
 
-    parser = options.get_training_parser()
-    with in_one_line(USAGE):
-        return parser, *options.parse_args_and_arch(parser, list(command), parse_known=True)
-
-
-@contextlib.contextmanager
-def in_one_line(usage: str) -> Iterator[None]:
-    """Inside, a parser of fairseq's that refuses its words raises a UserError instead of printing all its flags."""
-    printed = io.StringIO()
+    parser, printed = options.get_training_parser(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed):
-            yield
+        with contextlib.redirect_stderr(printed):  # a refusal comes behind all flags
+            return parser, *options.parse_args_and_arch(parser, list(command), parse_known=True)
     except SystemExit:
         reason = printed.getvalue().rpartition("error: ")[2].strip()
         reason = reason.replace("invalid <lambda> value:", "must be a number, or several with commas between them, not")
-        raise UserError(f"{reason} ({usage})") from None
+        raise UserError(f"{reason} ({USAGE})") from None
 
 
 def _without(command: Sequence[str], names: Collection[str]) -> list[str]:

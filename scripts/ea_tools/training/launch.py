@@ -13,6 +13,8 @@ from typing import Any
 from ea_artifacts.command import UserError, say
 from ea_tools.training import products
 
+PORT = 29500  # by default, of machine 0
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -23,37 +25,29 @@ class Launch:
     nodes: int = 1
     rank: int = 0
     host: str = "localhost"
-    port: int = 29500
+    port: int = PORT
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Launch:
-        """The command line's values, else SLURM's variables, else this machine's."""
+        """The command line's values, which have SLURM's for defaults, else this machine's."""
         there, capability = (0, None) if args.gpus == 0 else gpus()
         wanted = there if args.gpus is None else args.gpus
         if wanted > there and not args.dry_run:
             raise UserError(f"--gpus {wanted}: this machine has {there}; give at most {there}")
-        slurm = os.environ
-        of_slurm = slurm.get("SLURM_NNODES", "1")
-        if not args.nodes and not (of_slurm.isdecimal() and int(of_slurm)):
-            raise UserError(f"SLURM_NNODES={of_slurm}: expected a number; give --nodes, 1 for this machine alone")
-        nodes = args.nodes or int(of_slurm)
-        if nodes == 1:
-            if not args.nodes and (args.node_rank is not None or args.master):
-                raise UserError("--node-rank and --master need --nodes, the number of machines")
+        nodes, rank = args.nodes, args.node_rank
+        if nodes is None and (rank is not None or args.master):
+            raise UserError("--node-rank and --master need --nodes, the number of machines")
+        if nodes in (None, 1):
             return cls(wanted, capability)
-        rank = args.node_rank if args.node_rank is not None else slurm.get("SLURM_NODEID")
-        master = args.master or (None if rank is None else _slurm_master(slurm.get("SLURM_JOB_NODELIST")))
+        master = args.master or _slurm_master()
         if rank is None or master is None:
             raise UserError(
                 f"{nodes} machines need --node-rank and --master HOST[:PORT] outside of srun; --nodes 1 trains on "
                 "this one alone"
             )
-        if not str(rank).lstrip("-").isdecimal() or not 0 <= int(rank) < nodes:
+        if rank >= nodes:
             raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
-        host, _, port = master.partition(":")
-        if port and not (port.isdecimal() and 0 < int(port) < 2**16):
-            raise UserError(f"--master {master}: expected a port after the colon, 1 to 65535")
-        return cls(wanted, capability, nodes, int(rank), host, int(port or 29500))
+        return cls(wanted, capability, nodes, rank, *master)
 
     @property
     def processes(self) -> int:
@@ -82,14 +76,18 @@ def gpus() -> tuple[int, tuple[int, int] | None]:
     return count, min((torch.cuda.get_device_capability(i) for i in range(count)), default=None)
 
 
-def _slurm_master(nodelist: str | None) -> str | None:
-    if not nodelist:
+def host_and_port(text: str) -> tuple[str, int]:
+    """An argparse type: HOST[:PORT]."""
+    host, _, port = text.partition(":")
+    return host, int(port or PORT)
+
+
+def _slurm_master() -> tuple[str, int] | None:
+    if not (nodelist := os.environ.get("SLURM_JOB_NODELIST")):
         return None
-    try:
-        hosts = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"SLURM does not name its first machine ({error}); give --master HOST[:PORT]") from None
-    return hosts.stdout.split()[0]
+    command = ["scontrol", "show", "hostnames", nodelist]
+    hosts = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return (hosts[0], PORT) if hosts else None
 
 
 def choose_precision(wanted: str, launch: Launch) -> str:

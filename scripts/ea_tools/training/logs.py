@@ -1,12 +1,11 @@
 """The content of training logs: losses and validation BLEU, against updates, epochs and hours.
 
-A log is log.jsonl in a folder of scripts/train.sh, or a file that holds what fairseq-train wrote on its screen.
+A log is log.jsonl in a folder of scripts/train.sh, or a copy of it in results/logs, which begins with run.json.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,48 +58,28 @@ def read(path: Path) -> Run:
     if not log.exists():
         if (path / record.FILE).exists():
             raise NoLossError(f"{path}: has no log.jsonl yet: its training has come to no loss")
-        raise UserError(
-            f"{path}: has no log.jsonl, so scripts/train.sh did not make this run; give the file that holds what "
-            "fairseq-train printed"
-        )
-    text = log.read_text(encoding="utf-8", errors="replace")
-    entries = entries_of(text)
+        raise UserError(f"{path}: has no log.jsonl, so scripts/train.sh did not make this run")
+    entries = entries_of(log.read_text(encoding="utf-8", errors="replace"))
     curves = {name: curve(entries, name) for name in QUANTITIES}
     points = {name: (updates, values) for name, (updates, values) in curves.items() if len(updates)}
     if not points:
-        raise NoLossError(f"{log}: holds no loss; is it fairseq-train's log, and has it come to the first?")
+        raise NoLossError(f"{log}: holds no loss; is it a log.jsonl of scripts/train.sh, and has it come to the first?")
     settings, seed = identity(path / record.FILE if path.is_dir() else path)
-    human = path / "train.log"
-    if path.is_dir() and human.exists():
-        text = human.read_text(encoding="utf-8", errors="replace")
-    return Run(path, settings, seed, points, clock(entries), epoch_length(text, entries), entries[-1][1])
+    epoch = next((update for tag, update, _ in entries if tag == "train"), None)
+    return Run(path, settings, seed, points, clock(entries), epoch, entries[-1][1])
 
 
 def parse_line(line: str) -> Entry | None:
     """(tag, update, {name: number}) of a line with numbers, else None. Tags: train_inner, train (an epoch's), valid.
 
-    Three forms: log.jsonl, and the simple and json formats of fairseq, with or without date and tag in front. A line
-    that a kill has torn is none; the next process may have written an entry behind it.
+    A line that a kill has torn is none; the next process may have written an entry behind it.
     """
-    if (brace := line.rfind("{")) >= 0:
-        try:
-            content = json.loads(line[brace:])
-        except ValueError:
-            return None
-        tag, numbers = content.pop("tag", None), content
-        if tag is None:  # fairseq's own, where names begin with the tag
-            tag = next((t for t in ("train", "valid") if f"{t}_loss" in content), "train_inner")
-            numbers = {name.removeprefix(f"{tag}_"): value for name, value in content.items()}
-    elif match := re.search(r"\bepoch \d+(:\s+\d+ / \d+ | \| )(.*)", line):
-        inner, subset = match[1][0] == ":", re.search(r"valid on '(\S+)' subset", line)
-        tag = "train_inner" if inner else subset[1] if subset else "train"
-        numbers = dict(re.findall(r"(\w+)[= ]([-+.\w]+)", match[2]))
-    else:
+    try:
+        content = json.loads(line[max(0, line.rfind("{")) :])
+        numbers = {name: number for name, value in content.items() if (number := _number(value)) is not None}
+        return content["tag"], int(numbers["num_updates"]), {**numbers, "loss": numbers["loss"]}
+    except (ValueError, LookupError, AttributeError):
         return None
-    numbers = {name: number for name, value in numbers.items() if (number := _number(value)) is not None}
-    if "num_updates" not in numbers or "loss" not in numbers:
-        return None
-    return tag, int(numbers["num_updates"]), numbers
 
 
 def _number(value: Any) -> float | None:
@@ -170,13 +149,6 @@ def clock(entries: Sequence[Entry]) -> Points:
     return np.array(updates), np.array(seconds) / 3600
 
 
-def epoch_length(text: str, entries: Sequence[Entry]) -> int | None:
-    """Updates in an epoch: as fairseq counts them down ("100 / 129"), or up to the end of the first."""
-    if match := re.search(r"\bepoch \d+:\s+\d+ / (\d+) ", text):
-        return int(match[1])
-    return next((update for tag, update, _ in entries if tag == "train"), None)
-
-
 def identity(path: Path) -> tuple[dict[str, str], str | None]:
     """(settings, seed) of run.json: the run's settings, and the flags of its first start.
 
@@ -191,8 +163,8 @@ def identity(path: Path) -> tuple[dict[str, str], str | None]:
             first = log.readline()
         if not first.startswith('{"identity": '):
             return {}, None
-        content = record.checked(parse_json(first, f"{path}:1"), path)
-    settings, starts = {**content["identity"]}, content.get("starts")
+        content = parse_json(first, f"{path}:1")
+    settings, starts = {**content.get("identity", {})}, content.get("starts")
     if missing := {"recipe", "arch"} - settings.keys():
         raise UserError(f"{path}: identity: {min(missing)} is missing, which scripts/train.sh writes")
     flags = starts[0]["flags"] if starts else {}

@@ -20,7 +20,7 @@ from ea_tools.training import flag_faults
 FOLDER = REPO / "recipes"
 
 #: Flags of the launch, which make no other model.
-LAUNCH = {"gpus", "nodes", "node-rank", "master", "precision", "no-tensorboard", "wandb"}
+LAUNCH = {"gpus", "nodes", "node-rank", "master", "precision", "no-tensorboard"}
 LAUNCH |= {"wandb-project", "tensorboard-logdir", "num-workers", "log-interval", "log-format", "max-tokens-valid"}
 #: fairseq-train's flags of a precision; the first is that of ea_tools.training.fairseq_train
 PRECISIONS = ("bf16-products", "amp", "bf16", "fp16", "memory-efficient-bf16", "memory-efficient-fp16")

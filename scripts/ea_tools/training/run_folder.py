@@ -7,12 +7,12 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from ea_artifacts.average import average, save
-from ea_artifacts.checkpoints import EPOCH, UPDATE, DamagedError, load, numbered
+from ea_artifacts.checkpoints import DamagedError, load, updates_of
 from ea_artifacts.command import REPO, Flags, UserError, portable, say
 from ea_artifacts.files import replacing, write_json
 from ea_artifacts.preparation import Preparation
@@ -20,7 +20,7 @@ from ea_artifacts.run import AVERAGED, Run
 from ea_tools.training import record
 from ea_tools.training.launch import Launch
 from ea_tools.training.provenance import provenance
-from ea_tools.training.recipes import BATCH, NOT_LEARNING, PRECISIONS, learning_flags, plain, said
+from ea_tools.training.recipes import NOT_LEARNING, PRECISIONS, plain, said
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 _BEFORE = re.compile(r"lock|\..*|.*\.(log|out|err)")  # may be there before a run, as a shell's log of it
@@ -136,29 +136,23 @@ def differ(value: str | None, other: str | None) -> bool:
     return value != other and (value is None or other is None or plain(value) != plain(other))
 
 
-def refuse_other_flags(run: Path, flags: Flags, every: Flags, without: Sequence[str] = ()) -> None:
+def refuse_other_flags(run: Path, flags: Flags, without: Iterable[str] = ()) -> None:
     """Refuse flags of the command line by which a finished run was not trained: they would have no effect.
 
     Args:
         run: its folder.
         flags: those of the command line.
-        every: all flags that fairseq-train would get.
         without: what --without names, which must not have been among them.
     """
     before = last_flags(run)
     if before is None:
         return
+    launch = NOT_LEARNING.difference(PRECISIONS, ("max-tokens", "update-freq"))
     others = [
         f"{' '.join([f'--{name}', *values])} (it was {said(before.get(name))})"
         for name, values in flags.items()
-        if (name not in NOT_LEARNING or name in PRECISIONS)
-        and not _STOPPING.fullmatch(name)
-        and differ(before.get(name), " ".join(values))
+        if name not in launch and not _STOPPING.fullmatch(name) and differ(before.get(name), " ".join(values))
     ]
-    if not flags.keys().isdisjoint(("max-tokens", "update-freq")):
-        now = {name: " ".join(values) for name, values in every.items()}
-        was, wanted = (learning_flags(all_flags).get(BATCH) for all_flags in (before, now))
-        others += [f"{wanted} {BATCH} (it was {was})"] if was != wanted else []
     left_out = (name.removeprefix("--") for name in without)
     others += [f"--without {name} (it was {said(before[name])})" for name in left_out if name in before]
     if others:
@@ -171,26 +165,32 @@ def refuse_other_flags(run: Path, flags: Flags, every: Flags, without: Sequence[
 def mend(run: Path) -> dict[str, Any] | None:
     """Let checkpoint_last.pt be the newest checkpoint that loads, and return its contents; None where a run starts.
 
-    If none has the state of the optimizer, the newest is returned and nothing changed: training cannot go on from it.
-    A whole checkpoint that asks for more than weights and settings is an error, and stays where it is. So does one
-    that the machine cannot read.
+    Damaged ones are set aside. A whole checkpoint that asks for more than weights and settings is an error, and stays
+    where it is. So does one that the machine cannot read.
     """
     for path in [*run.glob("*.pt.tmp"), *run.glob(".*.pt.*.tmp")]:  # fairseq's, and replacing()'s
         path.unlink()
-    files = list(run.iterdir())
-    single = [[(0, run / name)] if (run / name).exists() else [] for name in (LAST, BEST)]
-    families = [single[0], numbered(files, EPOCH), numbered(files, UPDATE), single[1]]
-    newest = [loaded for family in families if (loaded := _newest_that_loads(family))]
-    if not newest:
+    found = [(updates_of(path), path.name == LAST, path) for path in run.glob("checkpoint*.pt")]
+    # Those that do not tell their updates come first, and are set aside where they are damaged.
+    for *_, path in sorted(found, key=lambda one: (one[0] < 0, one), reverse=True):
+        try:
+            state = load(path)
+        except DamagedError as error:
+            aside = path.with_name(path.name + ".damaged")
+            path.replace(aside)
+            say(f"train: warning: {error}\ntrain: warning: it is set aside as {aside}")
+            continue
+        if "optimizer_history" in state and "last_optimizer_state" in state:
+            break
+        say(f"train: warning: {path}: has no optimizer state, training cannot go on from it")
+    else:
         if started(run):
             raise UserError(
-                f"{run}: training can go on from none of its checkpoints; to start again from nothing, remove the "
-                "folder"
+                f"{run}: training can go on from none of its checkpoints; scripts/evaluate.sh can score those that are "
+                "whole. To start again from nothing, remove the folder"
             )
         return None
-    # The first of equals: checkpoint_last.pt.
-    path, state = max(newest, key=lambda loaded: (resumable(loaded[1]), updates(loaded[1])))
-    if path.name != LAST and resumable(state):
+    if path.name != LAST:
         extra = state["extra_state"]
         is_best = extra.get("best") == extra.get("val_loss") is not None
         for name in [LAST, *([BEST] if is_best and path.name != BEST else [])]:
@@ -208,33 +208,6 @@ def whole_last(run: Path) -> dict[str, Any] | None:
         return load(run / LAST) if (run / LAST).exists() else None
     except DamagedError:
         return None
-
-
-def _newest_that_loads(family: Iterable[tuple[int, Path]]) -> tuple[Path, dict[str, Any]] | None:
-    """The last (path, contents) of [(number, path), ...] that training can go on from, else the last that is whole.
-
-    Damaged ones are set aside.
-    """
-    whole = None
-    for _, path in reversed(list(family)):
-        try:
-            state = load(path)
-        except DamagedError as error:
-            aside = path.with_name(path.name + ".damaged")
-            path.replace(aside)
-            say(f"train: warning: {error}\ntrain: warning: it is set aside as {aside}")
-            continue
-        if resumable(state):
-            return path, state
-        say(f"train: warning: {path}: has no optimizer state, training cannot go on from it")
-        if "optimizer_history" in state:
-            whole = whole or (path, state)
-    return whole
-
-
-def resumable(state: Mapping[str, Any]) -> bool:
-    """Whether training can go on from a checkpoint: --no-save-optimizer-state leaves out what that needs."""
-    return "optimizer_history" in state and "last_optimizer_state" in state
 
 
 def updates(state: Mapping[str, Any]) -> int:
@@ -275,7 +248,5 @@ def next_command(data: Path, run: Path) -> str:
     command = [str(REPO / "scripts/evaluate.sh"), "--data", str(data.absolute()), "--run", str(run.absolute())]
     if not any((data / "raw").glob("test.*")):
         command += ["--subset", "valid"]
-    if not Run(run).last(AVERAGED):
-        command += ["--best"] if (run / BEST).exists() else ["--checkpoint", str(run.absolute() / LAST)]
     # Paths below the repository are shortened only where the command is typed there.
     return portable(command) if Path.cwd() == REPO else shlex.join(command)

@@ -16,7 +16,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from ea_artifacts.checkpoints import load, settings
@@ -37,7 +36,7 @@ from ea_artifacts.preparation import FILE, Preparation, fingerprint
 from ea_artifacts.run import Run
 from ea_tools.metrics import validation_flags
 from ea_tools.training import flag_faults, products, recipes, run_folder
-from ea_tools.training.launch import Launch, choose_precision, distribution
+from ea_tools.training.launch import Launch, choose_precision, distribution, host_and_port
 from ea_tools.training.recipes import Recipe, flag_values, spell_flags
 
 #: fairseq-train's flags that are this program's to give -> what stands for them
@@ -108,8 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(shlex.join(["env", where, *start.command]))
             return
         check_data(start.data, start.recipe, start.flags)
-        if args.wandb and not find_spec("wandb"):
-            raise UserError("--wandb: the package is not installed; .venv/bin/python -m pip install wandb")
         is_first = start.launch.rank == 0  # of several machines one writes
         if is_first:
             run_folder.take(start.run)
@@ -123,17 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             last = run_folder.whole_last(start.run)
         if reason := run_folder.finished(last, start.flags):
-            run_folder.refuse_other_flags(start.run, flags, start.flags, args.without)
+            run_folder.refuse_other_flags(start.run, flags, args.without)
             say(f"{start.run}: this run is finished: {reason}")
             if is_first and not Run(start.run).has_model_recorded:  # a kill came before
                 say(f"the model of {start.run} is {run_folder.settle_model(start.run).name}")
             say(f"next: {run_folder.next_command(start.data, start.run)}")
             return
-        if last and not run_folder.resumable(last):
-            raise UserError(
-                f"{start.run}: its checkpoints hold no state of the optimizer (--no-save-optimizer-state), so training "
-                "cannot go on from them; scripts/evaluate.sh can score them"
-            )
         if is_first:
             done, every_flag = run_folder.updates(last) if last else 0, start.flags | start.own_flags
             run_folder.record_start(start.run, every_flag, start.launch, done, args.command)
@@ -180,13 +172,16 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run's folder (default: runs/RECIPE-ARCH)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and train nothing")
     parser.add_argument("--gpus", type=at_least(0), metavar="N", help="GPUs on each machine (default: all; 0: the CPU)")
-    parser.add_argument("--nodes", type=positive, metavar="N", help="machines (default: SLURM's number, or 1)")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="which of them this is, from 0 (default: SLURM's)")
-    parser.add_argument("--master", metavar="HOST[:PORT]", help="machine 0 (default: SLURM's first host; port 29500)")
+    nodes, rank = (os.environ.get(f"SLURM_{name}") for name in ("NNODES", "NODEID"))
+    add = parser.add_argument
+    add("--nodes", type=positive, default=nodes, metavar="N", help="machines (default: SLURM's number, or 1)")
+    which = "which of them this is, from 0 (default: SLURM's)"
+    add("--node-rank", type=at_least(0), default=rank, metavar="R", help=which)
+    master = "machine 0 (default: SLURM's first host; port 29500)"
+    add("--master", type=host_and_port, metavar="HOST[:PORT]", help=master)
     precision = "(default: bf16 or fp16 on a GPU that has it, else fp32)"
     parser.add_argument("--precision", choices=("auto", "fp32", "fp16", "bf16"), default="auto", help=precision)
     parser.add_argument("--eval-bleu", action="store_true", help="BLEU at each validation; it decides which is best")
-    parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     parser.add_argument("--no-tensorboard", action="store_true", help="without the log in RUN/tensorboard")
     parser.add_argument("--without", action="append", default=[], metavar="FLAG", help="leave out a flag of the recipe")
     if "--" in arguments:
@@ -235,8 +230,6 @@ def plan(recipe: Recipe, args: argparse.Namespace, flags: Flags, launch: Launch)
     chosen = {"log-interval": 100, "log-format": "simple"} | chosen
     if args.eval_bleu:
         chosen |= validation_flags(Preparation.at(args.data))
-    if args.wandb:
-        chosen["wandb-project"] = args.wandb
     if not args.no_tensorboard:
         chosen["tensorboard-logdir"] = args.run / "tensorboard"
     chosen |= flags
@@ -314,9 +307,7 @@ def check_metric(parsed: argparse.Namespace) -> None:
     """Refuse a metric whose worst value would count as the best: fairseq minimises unless a flag says otherwise."""
     metric, flag = parsed.best_checkpoint_metric, "--maximize-best-checkpoint-metric"
     wanted = next((more for end, more in MORE_IS_BETTER.items() if metric.endswith(end)), None)
-    if wanted is None:
-        raise UserError(f"--best-checkpoint-metric {metric}: available: loss, nll_loss, ppl, bleu, accuracy")
-    if wanted != parsed.maximize_best_checkpoint_metric:
+    if wanted not in (None, parsed.maximize_best_checkpoint_metric):
         raise UserError(f"--best-checkpoint-metric {metric}: {'add' if wanted else 'leave out'} {flag}")
 
 
