@@ -3,4 +3,4 @@
 # For example: scripts/benchmark_attention.sh --threads 2 --longest 256
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-tool bench attention "$@"
+tool bench.start attention "$@"

@@ -3,4 +3,4 @@
 # For example: scripts/benchmark_decoding.sh --size lite base --beam 1 5
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-tool bench decoding "$@"
+tool bench.start decoding "$@"

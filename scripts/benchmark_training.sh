@@ -3,4 +3,4 @@
 # For example: scripts/benchmark_training.sh --size lite base --threads 2
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-tool bench training "$@"
+tool bench.start training "$@"

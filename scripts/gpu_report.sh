@@ -7,6 +7,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 if [[ ! -e $repo/.venv ]] && python3 -c '
 import importlib.util, sys
 sys.exit(not all(map(importlib.util.find_spec, ("torch", "fairseq"))))'; then
-    exec python3 -P -m ea_tools.bench gpu_report "$@"
+    exec python3 -P -m ea_tools bench.start gpu_report "$@"
 fi
-tool bench gpu_report "$@"
+tool bench.start gpu_report "$@"

@@ -27,8 +27,8 @@ require_setup() {
     bash "$repo/scripts/setup.sh" >&2
 }
 
-# tool NAME ARGS...: become the command ea_tools.NAME. -P: the folder that one is in has no say in what Python imports.
+# tool NAME ARGS...: become the command ea_tools NAME. -P: the folder that one is in has no say in what Python imports.
 tool() {
     require_setup
-    exec "$python" -P -m "ea_tools.$1" "${@:2}"
+    exec "$python" -P -m ea_tools "$@"
 }

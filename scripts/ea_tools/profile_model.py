@@ -106,7 +106,3 @@ def count_flops(model: nn.Module, src_len: int, tgt_len: int) -> dict[str, int]:
     counts = counter.get_flop_counts()
     name = type(model).__name__
     return {part: sum(counts.get(f"{name}.{part}", {}).values()) for part in sides}
-
-
-if __name__ == "__main__":
-    main()

@@ -26,8 +26,9 @@ def evaluation(score=10.0, **changed):
 
 
 def write_evaluation(run, result, translations):
-    """RUN/eval: the result by its settings, and as the last of its split."""
+    """RUN/eval: the result by its settings."""
     (run / "eval").mkdir(parents=True, exist_ok=True)
-    for stem in (result["subset"], f"{result['subset']}.{result['settings_name']}"):
-        (run / "eval" / f"{stem}.json").write_text(json.dumps(result))
-        (run / "eval" / f"{stem}.hyp.txt").write_text("".join(f"{line}\n" for line in translations))
+    path = run / "eval" / f"{result['subset']}.{result['settings_name']}.json"
+    path.write_text(json.dumps(result))
+    path.with_suffix(".hyp.txt").write_text("".join(f"{line}\n" for line in translations))
+    return path

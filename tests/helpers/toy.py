@@ -68,12 +68,12 @@ def fairseq(name, *args, check=True, timeout=300, cold=False):
 
 
 def tool(name):
-    """The words that start the command ea_tools.NAME, as its door in scripts/ does."""
-    return [sys.executable, "-P", "-m", f"ea_tools.{name}"]
+    """The words that start the command ea_tools NAME, as its door in scripts/ does."""
+    return [sys.executable, "-P", "-m", "ea_tools", name]
 
 
 def script(name, *arguments, cold=False, **options):
-    """Run scripts/NAME.sh, or the command ea_tools.NAME without its door; its output and status. See warm.py."""
+    """Run scripts/NAME.sh, or the command ea_tools NAME without its door; its output and status. See warm.py."""
     command = ["bash", REPO / "scripts" / name] if name.endswith(".sh") else tool(name)
     return (subprocess if cold else warm).run(
         [*command, *map(str, arguments)],

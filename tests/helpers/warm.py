@@ -105,7 +105,7 @@ def _program(words):
     command, *words = words[1:] if words[0] == "bash" else words
     path = Path(command)
     if path.parent == REPO / "scripts" and (door := DOOR.search(path.read_text())):
-        return "module", f"ea_tools.{door[1]}", [*shlex.split(door[2]), *words]
+        return "module", "ea_tools", [door[1], *shlex.split(door[2]), *words]
     if path.parent == Path(sys.executable).parent and path.name.startswith("fairseq-"):
         return "file", command, words
     while words and words[0] in ("-u", "-P"):

@@ -8,15 +8,12 @@ from helpers.models import amplify_, build
 
 from ea_tools.maps.collect import collect
 
-#: evolving or not, every combination that the flags allow in one attention
+#: evolving or not, with and without each part
 MODELS = {
     "evolving": "ea_transformer_base",
-    "5x5, mostly convolution": "ea_transformer_base --ea-kernel-size 5 --ea-beta 0.7",
     "skip connection alone": "ea_transformer_base --ea-beta 0",
     "encoder alone": "ea_transformer_base --ea-decoder-beta 0 --ea-cross-beta 0",
-    "evolving from the second layer": "ea_transformer_base --ea-rule evolving-from-second",
     "predictive": "ea_transformer_base --ea-rule predictive --ea-conv-layers 2",
-    "residual": "ea_transformer_base --ea-rule residual",
     "realformer, additive": "ea_transformer_base --ea-rule realformer --ea-score additive",
     "learnt, relative": "ea_transformer_base --ea-learn-mix --ea-alpha 0.1 --ea-relative-positions 2",
     "skips in decoders": "ea_transformer_base --ea-decoder-alpha 0.4 --ea-cross-alpha 0.3 --ea-conv gated",

@@ -12,11 +12,10 @@ from helpers.mistakes import check_refusal, mistakes
 
 from ea_artifacts.command import UserError
 from ea_fairseq.optim import FairseqAdam
-from ea_tools.bench import __main__ as bench
 from ea_tools.bench import attention as benchmark_attention
 from ea_tools.bench import common as benchmark
 from ea_tools.bench import decoding as benchmark_decoding
-from ea_tools.bench import options
+from ea_tools.bench import options, start
 from ea_tools.bench import training as benchmark_training
 from ea_tools.training import products
 
@@ -36,7 +35,7 @@ def result_of(name, path, *flags):
     """Run a benchmark's command in this process and read its file, which has the command as it was typed."""
     words = [*map(str, flags), "--output", str(path)]
     with mock.patch.object(sys, "argv", ["python", name, *words]):
-        bench.main()
+        start.main()
     record = json.loads(path.read_text())
     assert record.keys() >= ORIGIN
     assert shlex.split(record["command"]) == [f"scripts/benchmark_{name}.sh", *words]

@@ -105,4 +105,4 @@ def test_without_an_environment_the_machines_own_python_is_taken(tmp_path, monke
     assert subprocess.run(command, **run).returncode == 3
     for name in ("torch", "fairseq"):
         (tmp_path / "site" / f"{name}.py").write_text("raise SystemExit('imported')")
-    assert subprocess.run(command, **run).stdout == "python3 -P -m ea_tools.bench gpu_report --minutes 3\n"
+    assert subprocess.run(command, **run).stdout == "python3 -P -m ea_tools bench.start gpu_report --minutes 3\n"

@@ -22,7 +22,7 @@ WITHOUT_DOOR = {"training.fairseq_train", "bench.server_load"}
 IMPORTED = """
 import runpy, sys
 try:
-    runpy.run_module("ea_tools.{module}", run_name="__main__", alter_sys=True)
+    runpy.run_module("ea_tools", run_name="__main__", alter_sys=True)
 finally:
     print("IMPORTED", *(name for name in {heavy!r} if name in sys.modules), file=sys.stderr)
 """
@@ -30,8 +30,7 @@ finally:
 
 def imports(module, *arguments):
     """The heavy libraries that a command has imported when it ends."""
-    code = IMPORTED.format(module=f"{module}.__main__" if module == "bench" else module, heavy=HEAVY)
-    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
+    command = [sys.executable, "-P", "-c", IMPORTED.format(heavy=HEAVY), module, *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     return set(result.stderr.splitlines()[-1].split()[1:])
@@ -39,12 +38,14 @@ def imports(module, *arguments):
 
 def test_every_command_has_a_door():
     assert {"train.sh", "evaluate.sh", "translate.sh", "benchmark_training.sh"} <= DOORS.keys()
-    commands = {module for module, *_ in DOORS.values()}
+    commands = {
+        word if word == module else f"bench.{word}" for module, *words in DOORS.values() for word in (module, *words)
+    }
     folder = REPO / "scripts" / "ea_tools"
     mains = {
-        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__main__")
+        ".".join(path.relative_to(folder).with_suffix("").parts)
         for path in folder.rglob("*.py")
-        if '__name__ == "__main__"' in path.read_text()
+        if re.search("^def main", path.read_text(), re.M)
     }
     assert mains - commands <= WITHOUT_DOOR
     assert commands <= mains

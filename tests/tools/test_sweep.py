@@ -21,8 +21,8 @@ class Trainings:
     def __init__(self):
         self.calls, self.fail = [], set()
 
-    def __call__(self, cell, args, *_):
-        train, evaluate = reproduce.commands(cell, args)
+    def __call__(self, cell, *_):
+        train, evaluate = cell.commands
         flags = dict(itertools.pairwise(train))
         key, seed = (flags.get("--ea-alpha"), flags.get("--ea-beta")), flags["--seed"]
         self.calls.append((*key, seed))
@@ -30,8 +30,8 @@ class Trainings:
             return False
         assert evaluate[-2:] == ["--subset", "valid"], "the test set has no part in a choice"
         score = SCORES.get(key, 20.0) + SEEDS[seed]
-        result = evaluation(score, subset="valid", settings_name=f"beam5.average{args.average}")
-        write_evaluation(args.runs / cell.run, result, ["a"])
+        result = evaluation(score, subset="valid", settings_name=cell.settings)
+        write_evaluation(cell.folder, result, ["a"])
         return True
 
 
@@ -102,7 +102,6 @@ def test_flags_that_fill_a_line_have_names_that_a_disk_takes(toy, trainings):
     --grid ea-alpha | '--grid ea-alpha:'
     {GRID} --ea-alpha 0.3 | '--grid ea-alpha:'
     {GRID} --grid ea-alpha 0.3 | '--grid ea-alpha:'
-    --grid ea-alpha 0.1 0.10 | '--grid: '
     --grid seed 1 2 | '--grid seed: ' --seeds
     --grid ea-beta 0 0.1 --grid ea-kernel-size 3 | '--ea-kernel-size 3:'
     {GRID} --ea-rule realformer | '--ea-alpha 0.0:'

@@ -73,8 +73,7 @@ def measure(
     problem = make_problem(device, common.DTYPES[precision], kind, heads, length, batch, args.kernel_size)
     runs = {name: PATHS[name](problem) for name in dict.fromkeys(["plain", *args.paths])}
     found = {name: results_of(run, problem) for name, run in runs.items() if name != "sdpa"}
-    # Not Python's max, which may pass over a NaN.
-    worst = {name: torch.tensor([*map(relative_difference, one, found["plain"])]).max() for name, one in found.items()}
+    worst = {name: largest_difference(one, found["plain"]) for name, one in found.items()}
     loops = {  # how many calls make up one timing
         which: max(1, round(SHORTEST_TIMING / fastest(partial(call, runs["plain"], problem), 3, device)))
         for which, call in PASSES.items()
@@ -95,7 +94,7 @@ def measure(
             }
             for name, table in times["seconds"].items()
         },
-        "difference_from_plain": {name: float(difference) for name, difference in worst.items()},
+        "difference_from_plain": worst,
         "calls_per_timing": loops,
         "times": times,
     }
@@ -242,9 +241,10 @@ def results_of(run: Path, problem: Problem) -> list[Tensor]:
     return [*forward(run, problem), *forward_backward(run, problem)]
 
 
-def relative_difference(result: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a share of the largest value."""
-    return float((result - expected).abs().max() / expected.abs().max())
+def largest_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of outputs and gradients, each as a share of its largest value; NaN where one is."""
+    shares = [(one - other).abs().max() / other.abs().max() for one, other in zip(results, expected, strict=True)]
+    return float(torch.stack(shares).max())  # not Python's max, which may pass over a NaN
 
 
 def fastest(call: Callable[[], Any], count: int, device: str) -> float:

@@ -1,13 +1,12 @@
 """Many clients of one server.
 
-PYTHONPATH=scripts .venv/bin/python -m ea_tools.bench.server_load http://127.0.0.1:8000 REQUESTS CLIENTS < text
+PYTHONPATH=scripts .venv/bin/python -m ea_tools bench.server_load http://127.0.0.1:8000 REQUESTS CLIENTS < text
 """
 
 import argparse
 import itertools
 import statistics
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,24 +15,18 @@ import httpx
 
 def load(address: str, lines: list[str], clients: int) -> tuple[dict[int, str], str]:
     """Send each line as a request, `clients` at a time. Returns the answers by line number, and the timings."""
-    numbers, lock, answers, seconds = iter(range(len(lines))), threading.Lock(), {}, []
+    seconds: list[float] = []
 
-    def one_client() -> None:
-        with httpx.Client(base_url=address, timeout=60) as client:
-            while True:
-                with lock:
-                    number = next(numbers, None)
-                if number is None:
-                    return
-                begin = time.perf_counter()
-                answer = client.post("/translate", json={"lines": [lines[number]]}).raise_for_status()
-                seconds.append(time.perf_counter() - begin)
-                (answers[number],) = answer.json()["translations"]
+    def send(line: str) -> str:
+        begin = time.perf_counter()
+        answer = client.post("/translate", json={"lines": [line]}).raise_for_status()
+        seconds.append(time.perf_counter() - begin)
+        (translation,) = answer.json()["translations"]
+        return translation
 
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
-        for done in [pool.submit(one_client) for _ in range(clients)]:
-            done.result()
+    begin, limits = time.perf_counter(), httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    with httpx.Client(base_url=address, timeout=60, limits=limits) as client, ThreadPoolExecutor(clients) as pool:
+        answers = dict(enumerate(pool.map(send, lines)))
     took = time.perf_counter() - begin
     percentiles = [1000 * cut for cut in statistics.quantiles(seconds, n=100)]
     timings = f"50th percentile {percentiles[49]:.0f} ms, 99th {percentiles[98]:.0f} ms"
@@ -47,12 +40,5 @@ def main() -> None:
     parser.add_argument("requests", type=int, help="how many, one line each; the input is repeated where it is short")
     parser.add_argument("clients", type=int, help="how many at once, each with one request at a time")
     args = parser.parse_args()
-    text = sys.stdin.read().splitlines()
-    if not text or args.requests < 2 or args.clients < 1:
-        parser.error("expected lines on standard input, 2 requests or more, and 1 client or more")
-    lines = itertools.islice(itertools.cycle(text), args.requests)
+    lines = itertools.islice(itertools.cycle(sys.stdin.read().splitlines()), args.requests)
     print(load(args.address, list(lines), args.clients)[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -264,7 +264,3 @@ def _limits(lines: Sequence[Line], quantity: str) -> tuple[float | None, float |
         return None, None
     top = 1.02 * max(top for top in tops if top <= 2 * min(tops))
     return min(lows) - 0.05 * (top - min(lows)), top
-
-
-if __name__ == "__main__":
-    main()

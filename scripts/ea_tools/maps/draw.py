@@ -181,7 +181,3 @@ def render(look: Look, rows: list[Row], parts: list[str] | None, suffix: str) ->
     if suffix == ".html":
         return page(look, rows[0]).encode()
     return picture(look, rows, columns_of(look, parts or look.parts), suffix.removeprefix("."))
-
-
-if __name__ == "__main__":
-    main()

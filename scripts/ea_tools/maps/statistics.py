@@ -361,7 +361,3 @@ def _panel(panel: Axes, report: Report, statistic: str) -> None:
     if statistic in PARTS.values():
         panel.set_ylim(0, 1.08 * panel.dataLim.y1 or 1)
     panel.grid(alpha=0.3)
-
-
-if __name__ == "__main__":
-    main()

@@ -83,11 +83,13 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
     return f"{statistics.mean(values):{form}}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def gather(table: Table, records: Records, seeds: Iterable[int], settings: str) -> Entries:
+def gather(table: Table, records: Records, seeds: Iterable[int], average: int | None = None) -> Entries:
     """The numbers of a table from the records. New paired tests go into the records."""
     entries: Entries = {}
     for row, column in itertools.product(table.rows, table.columns):
-        found = {seed: records.find(table.run(row, column.recipe, seed), column.subset, settings) for seed in seeds}
+        runs = {seed: table.run(row, column.recipe, seed) for seed in seeds}
+        key = column.subset, table.settings(row, average)
+        found = {seed: records.rows.get((run, *key)) for seed, run in runs.items()}
         scores = {seed: one for seed, one in found.items() if one and column.metric in one["scores"]}
         entries[row.label, column.label] = Entry(column.metric, row.paper.get(column.key), scores)
     for column in table.columns:
@@ -109,7 +111,8 @@ def write(table: Table, entries: Entries, folder: Path) -> None:
     if picture:
         with replacing(folder / f"{table.name}.png") as temporary:
             draw(table, entries, temporary)
-    shown = "\n".join([*_model_rows(table, entries), "", *_early(table, entries)]).rstrip()
+    early = _early(table, entries)
+    shown = [*_model_rows(table, entries), *(["", *early[:-1]] if early else [])]
     changed = [page for page in pages(folder) if show_in(page, table.name, shown)]
     print(text)  # last: it fails where the reader has gone
     print(f"written: {folder / table.name}.md" + (", .png" if picture else ""))
@@ -123,8 +126,9 @@ def pages(folder: Path) -> list[Path]:
     return [page for page in (folder / "README.md", *own) if page.exists()]
 
 
-def show_in(page: Path, name: str, shown: str) -> bool:
-    """Put text between a page's comments <!-- NAME --> and <!-- end of NAME -->; says whether the page changed."""
+def show_in(page: Path, name: str, lines: Sequence[str]) -> bool:
+    """Put lines between a page's comments <!-- NAME --> and <!-- end of NAME -->; says whether the page changed."""
+    shown = "\n".join(lines)
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
     old, has_end, after = rest.partition(end)
@@ -148,8 +152,8 @@ def markdown(table: Table, entries: Entries, picture: bool) -> str:
         f"significant, p < {SIGNIFICANT} by sacreBLEU's paired bootstrap test on detokenised text. The test resamples "
         "a test set's sentences, and says nothing of other seeds.",
         "",
-        *_early(table, entries),
     ]
+    lines += _early(table, entries)
     if picture:
         lines += [f"![{table.title}]({table.name}.png)", ""]
     return "\n".join([*lines, *provenance(table, entries)]) + "\n"

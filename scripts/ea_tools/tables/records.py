@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # typing has none that pydantic takes before Python 3.12
 
-from ea_artifacts.command import REPO, UserError, say
+from ea_artifacts.command import REPO, UserError
 from ea_artifacts.files import digest, read_json, read_lines, replacing
 from ea_artifacts.preparation import Preparation
 from ea_tools.forms import first_fault
@@ -76,7 +75,7 @@ class Score(TypedDict):
     commit: str | None
     device: str
     date: str
-    unfinished: NotRequired[str | None]
+    unfinished: NotRequired[str | None]  # how far a training was that had not ended
     against: NotRequired[dict[str, Any]]
     paired: NotRequired[dict[str, dict[str, Any]]]  # by the other run's name: difference, p, ...
     hypotheses: NotRequired[str]
@@ -118,24 +117,16 @@ class Records:
         self._hypotheses: dict[str, dict[str, list[str]]] = {}  # file -> digest -> lines, of the files that were needed
         self._changed: set[str] = set()
 
-    def find(self, run: str, subset: str, settings: str) -> Score | None:
-        """The row of a run's split: by these settings, else by others, where a run was only scored by those."""
-        others = (row for (*names, _), row in self.rows.items() if names == [run, subset])
-        return self.rows.get((run, subset, settings)) or next(others, None)
-
     def keep(self, folder: Path, run: str, subset: str, settings: str) -> None:
         """Take the scores of a run's folder by these settings, with its translations, run.json and log.
 
-        An evaluation by other settings, made by hand, is not taken.
+        Those of a training that has not ended do not replace those of one that had.
         """
-        evaluation, last = (folder / "eval" / f"{stem}.json" for stem in (f"{subset}.{settings}", subset))
+        evaluation = folder / "eval" / f"{subset}.{settings}.json"
         if not evaluation.exists():
-            if last.exists():
-                say(f"note: {last} is by other settings than this table's, {settings}: not taken; leave out --collect")
             return
         scored, earlier = read_json(evaluation), self.rows.get((run, subset, settings))
         if earlier and scored.get("unfinished") and not earlier.get("unfinished"):
-            say(f"note: {evaluation} is of a training that has not ended: not taken; the record is of a finished one")
             return
         paired = earlier.get("paired", {}) if earlier else {}
         # The machine's paths say nothing elsewhere; the run's name stands before each checkpoint.
@@ -165,19 +156,8 @@ class Records:
                 row["training"], row["log"] = training(started, log), name
 
     def translations(self, row: Score) -> list[str] | None:
-        """The translations of a row, or None where none are kept.
-
-        Raises:
-            UserError: they are not those that were scored.
-        """
-        if "hypotheses" not in row:
-            return None
-        lines = self._columns(row).get(row["hypotheses"], [])
-        if digest(lines) != row["hypotheses"]:
-            raise UserError(
-                f"{self.folder}/hypotheses/{_hypotheses_name(row)}: {row['hypotheses']}: other translations were scored"
-            )
-        return lines
+        """The translations of a row, or None where none are kept."""
+        return self._columns(row)[row["hypotheses"]] if "hypotheses" in row else None
 
     def test_against(self, row: Score, baseline: Score, text: Text | None) -> dict[str, Any] | None:
         """The paired bootstrap test of two rows' translations, by sacreBLEU; None where they or `text` lack.
@@ -214,12 +194,9 @@ class Records:
         name = _hypotheses_name(row)
         path = self.folder / "hypotheses" / name
         if name not in self._hypotheses:
-            try:
-                text = gzip.decompress(path.read_bytes()).decode("utf-8") if path.exists() else ""
-                table = zip(*(line.split("\t") for line in text.split("\n")[:-1]), strict=True)
-                self._hypotheses[name] = {head: list(lines) for head, *lines in table}
-            except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
-                raise UserError(f"{path}: truncated or damaged ({error}); fetch it again") from None
+            text = gzip.decompress(path.read_bytes()).decode("utf-8") if path.exists() else ""
+            table = zip(*(line.split("\t") for line in text.split("\n")[:-1]), strict=True)
+            self._hypotheses[name] = {head: list(lines) for head, *lines in table}
         return self._hypotheses[name]
 
 

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import os
+import queue
 import shlex
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from ea_artifacts.run import AVERAGED
 from ea_tools.tables import page, rescore, shown
 from ea_tools.tables import table as tables
 from ea_tools.tables.records import Records, opened
-from ea_tools.tables.table import Row, Table, check_flags, check_once
+from ea_tools.tables.table import Row, Table, check_flags
 from ea_tools.training import launch, recipes, train
 
 
@@ -45,21 +46,22 @@ class Cell:
     name: str  # for people
     label: str  # of the row
     run: str  # RECIPE/NAME
+    folder: Path
     data: Path
     subsets: list[str]  # to score
-    training: list[str]  # words after train.sh, without --run
+    settings: str  # the name that evaluate.sh gives to the search and the average
+    commands: list[list[str]]  # train, then translate and score each split
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: run the missing cells, one after another or on the GPUs that are free, then collect."""
+    """Command line: run the missing cells, one after another or side by side, then collect."""
+    args, extra = parse(arguments)
     with reporting("reproduce"):
-        args, extra = parse(arguments)
         if args.table == "pages":
             shown.write(args.results)
             return
         if args.table == "scores":
-            folders = args.data or [path.parent for path in sorted(REPO.glob("data/*/PREP.json"))]
-            print(rescore.check(Records(args.results), folders))
+            print(rescore.check(Records(args.results)))
             return
         table = tables.read(args.table)
         rows = [row for row in table.rows if not args.rows or any(word in row.label for word in args.rows)]
@@ -85,11 +87,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     add("--seeds", type=int, nargs="+", metavar="N", help=seeds)
     add("--recipes", nargs="+", default=[], metavar="NAME", help="only these recipes' columns")
     add("--rows", nargs="+", metavar="LABEL", help="only rows with one of these words in the label")
-    of_scores = "prepared data for the TABLE scores (default: all in data/)"
-    add("--data", type=Path, nargs="+", metavar="DIR", help=of_scores)
     args, extra = parse_with(parser, arguments, "reproduce")
-    if args.data and args.table != "scores":
-        parser.error(f"--data: {tables.ELSEWHERE['data']}")
     allowed = ["none"] if args.table in ("pages", "scores") else sorted(recipes.LAUNCH)
     for name in parse_flags(extra):
         if name not in allowed:
@@ -118,7 +116,6 @@ def parse_with(
     args, extra = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     try:
         check_flags("--", parse_flags(extra))
-        check_once("--seeds ", args.seeds or [])
     except UserError as error:
         parser.error(str(error))
     return args, extra
@@ -136,42 +133,37 @@ def fill(
 
     The page shows the table's own seeds besides. Cells are in the order of seeds, and kept when they are finished.
     """
-    args.average = args.average or table.average
-    cells = [
-        Cell(
-            name=f"{row.label}, {recipe}, seed {seed}",
-            label=row.label,
-            run=table.run(row, recipe, seed),
-            data=recipes.read(recipe).data,
-            subsets=table.subsets(recipe),
-            training=[recipe, row.arch, *row.flags, *extra, "--seed", str(seed)],
-        )
-        for seed in seeds
-        for recipe in table.recipes
-        for row in rows
-        if not only or recipe in only
-    ]
+    chosen = only or table.recipes
+    each = [cell(table, row, recipe, seed, args, extra) for seed in seeds for recipe in chosen for row in rows]
+    cells = list({one.run: one for one in each}.values())
     on_cpu = parse_flags([*rows[0].flags, *extra]).get("gpus") == ["0"]
     failed = [] if args.collect else run_missing(cells, args, on_cpu)
     if not args.dry_run:
         with opened(args.results) as records:
-            for cell in cells:
-                for subset in cell.subsets:
-                    records.keep(args.runs / cell.run, cell.run, subset, settings(args))
-            entries = page.gather(table, records, dict.fromkeys([*table.seeds, *seeds]), settings(args))
+            for one in cells:
+                for subset in one.subsets:
+                    records.keep(one.folder, one.run, subset, one.settings)
+            entries = page.gather(table, records, dict.fromkeys([*table.seeds, *seeds]), args.average)
         page.write(table, entries, args.results)
     return failed
+
+
+def cell(table: Table, row: Row, recipe: str, seed: int, args: argparse.Namespace, extra: Sequence[str]) -> Cell:
+    """The cell of a table, with its commands."""
+    run, subsets, data = table.run(row, recipe, seed), table.subsets(recipe), recipes.read(recipe).data
+    folder, average = args.runs / run, table.averaged(row, args.average)
+    training = [recipe, row.arch, *row.flags, *extra, "--seed", str(seed), "--run", str(folder)]
+    evaluate = [f"{REPO}/scripts/evaluate.sh", "--data", str(data), "--run", str(folder), "--average", str(average)]
+    scoring = [[*evaluate, "--subset", subset] for subset in subsets]
+    commands = [[f"{REPO}/scripts/train.sh", *training], *scoring]
+    name = f"{row.label}, {recipe}, seed {seed}"
+    return Cell(name, row.label, run, folder, data, subsets, table.settings(row, args.average), commands)
 
 
 def end(command: str, failed: Sequence[str]) -> None:
     """End the program with a status that says whether cells failed, and their names."""
     if failed:
         sys.exit(f"{command}: these failed; run the same command again, it goes on:\n  " + "\n  ".join(failed))
-
-
-def settings(args: argparse.Namespace) -> str:
-    """The name that evaluate.sh gives to the settings in `commands`: its default beam, and --average."""
-    return f"beam5.average{args.average}"
 
 
 def run_missing(cells: Sequence[Cell], args: argparse.Namespace, on_cpu: bool) -> list[str]:
@@ -181,14 +173,14 @@ def run_missing(cells: Sequence[Cell], args: argparse.Namespace, on_cpu: bool) -
         UserError: no cell is done, and none has its data.
     """
     missing, without_data, records = [], Counter[str](), Records(args.results)
-    for cell in cells:
-        if is_done(cell, records, args):
-            say(f"done already: {cell.name}")
+    for one in cells:
+        if is_done(one, records):
+            say(f"done already: {one.name}")
             continue
         try:
             if not args.dry_run:
-                Preparation.at(cell.data)
-            missing.append(cell)
+                Preparation.at(one.data)
+            missing.append(one)
         except UserError as error:  # it names the command that makes the data
             without_data[str(error)] += 1
     if without_data and without_data.total() == len(cells):
@@ -197,57 +189,43 @@ def run_missing(cells: Sequence[Cell], args: argparse.Namespace, on_cpu: bool) -
         say(f"{count} cells are not run: {fault}")
     check(missing, args)
     if args.dry_run:
-        for cell in missing:
-            for command in commands(cell, args):
-                print(shlex.join(command))
+        for command in (command for one in missing for command in one.commands):
+            print(shlex.join(command))
         return []
-    environments, here, ending = slots(args, on_cpu), threading.local(), threading.Event()
-    quiet, free = len(environments) > 1, [*environments]
-
-    def enter() -> None:
-        here.slot = free.pop()
-
-    with ThreadPoolExecutor(len(environments), initializer=enter) as pool:
+    free, ending = queue.SimpleQueue[dict[str, str]](), threading.Event()
+    environments = slots(args, on_cpu)
+    for environment in environments:
+        free.put(environment)
+    with ThreadPoolExecutor(len(environments)) as pool:
         try:
-            outcomes = pool.map(lambda cell: run_cell(cell, args, here.slot, quiet, ending), missing)
+            outcomes = pool.map(lambda one: run_cell(one, free, len(environments) > 1, ending), missing)
             went_well = list(tqdm(outcomes, total=len(missing), unit=" cells", disable=not missing))
         finally:  # at Ctrl-C and SIGTERM the runs end, too; they go on when the command is given again
             ending.set()
-    return [*without_data, *(cell.name for cell, well in zip(missing, went_well, strict=True) if not well)]
+    return [*without_data, *(one.name for one, well in zip(missing, went_well, strict=True) if not well)]
 
 
-def is_done(cell: Cell, records: Records, args: argparse.Namespace) -> bool:
-    """Whether each split of a cell has an evaluation, in the records or its run.
+def is_done(one: Cell, records: Records) -> bool:
+    """Whether each split of a cell has an evaluation by its settings, in the records or its run.
 
-    An evaluation by other settings, or from before the end of its training, is made again where the run's checkpoints
-    are still there; else it stays.
+    One from before the end of its training is made again.
     """
-    for subset in cell.subsets:
-        last = args.runs / cell.run / "eval" / f"{subset}.json"
-        row = records.find(cell.run, subset, settings(args))
+    for subset in one.subsets:
+        row, last = records.rows.get((one.run, subset, one.settings)), one.folder / f"eval/{subset}.{one.settings}.json"
         evaluations = [*([row] if row else []), *([read_json(last)] if last.exists() else [])]
-        if any(one["settings_name"] == settings(args) and not one.get("unfinished") for one in evaluations):
-            continue
-        if not evaluations or any((args.runs / cell.run).glob("checkpoint*.pt")):
+        if all(evaluation.get("unfinished") for evaluation in evaluations):
             return False
-        first = evaluations[0]
-        early = f", before the end of its training ({first['unfinished']})" if first.get("unfinished") else ""
-        say(
-            f"note: {cell.name}: the evaluation of {subset} is by {first['settings_name']}{early}, and there are no "
-            f"checkpoints to make one by {settings(args)}; to train it from nothing, remove its row from "
-            f"{args.results}/scores.jsonl"
-        )
     return True
 
 
 def check(cells: Iterable[Cell], args: argparse.Namespace) -> None:
     """Refuse a row that train.sh would refuse, before the first of them is started."""
     gpus = ["--gpus", str(args.gpus_per_run)] if args.gpus_per_run else []
-    for label, cell in {cell.label: cell for cell in cells}.items():
-        words, printed = commands(cell, args)[0][1:], io.StringIO()
+    for label, one in {one.label: one for one in cells}.items():
+        printed = io.StringIO()
         try:
             with contextlib.redirect_stderr(printed):
-                train.prepare([*words, *gpus, "--dry-run"])
+                train.prepare([*one.commands[0][1:], *gpus, "--dry-run"])
         except (UserError, SystemExit) as error:  # the latter from argparse, which has printed the reason
             reason = error if isinstance(error, UserError) else printed.getvalue().strip()
             raise UserError(f"{label}: {reason}") from None
@@ -258,21 +236,21 @@ def slots(args: argparse.Namespace, on_cpu: bool) -> list[dict[str, str]]:
 
     Several may share the same GPUs, as small models do. Empty ones are for the whole machine.
     """
-    if on_cpu or not launch.gpus()[0]:
-        if args.gpus_per_run:
-            raise UserError(
-                f"--gpus-per-run {args.gpus_per_run}: the runs are on the CPU, where --at-once N says how many"
-            )
+    count, size = 0 if on_cpu else launch.gpus()[0], args.gpus_per_run
+    if not count:
         one_thread = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        if size:
+            raise UserError(f"--gpus-per-run {size}: the runs are on the CPU, where --at-once N says how many")
         return [one_thread] * (args.at_once or len(os.sched_getaffinity(0)))
-    size, of_same = args.gpus_per_run, args.at_once or 1
     if not size:
-        return [{}] * of_same
+        return [{}] * (args.at_once or 1)
     gpus = free_gpus()
     if len(gpus) < size:
         raise UserError(f"--gpus-per-run {size}: {len(gpus)} GPUs are free; wait, or give fewer")
-    groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(group), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} for group in groups] * of_same
+    groups = [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
+    return [{"CUDA_VISIBLE_DEVICES": group, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} for group in groups] * (
+        args.at_once or 1
+    )
 
 
 def free_gpus() -> list[str]:
@@ -289,22 +267,12 @@ def free_gpus() -> list[str]:
     return [index for index, uuid in gpus if uuid not in busy and {index, uuid} & allowed]
 
 
-def commands(cell: Cell, args: argparse.Namespace) -> list[list[str]]:
-    """The commands of one cell: train, then translate and score each split."""
-    run = ["--run", str(args.runs / cell.run)]
-    evaluate = [str(REPO / "scripts/evaluate.sh"), "--data", str(cell.data), *run, "--average", str(args.average)]
-    return [
-        [str(REPO / "scripts/train.sh"), *cell.training, *run],
-        *([*evaluate, "--subset", subset] for subset in cell.subsets),
-    ]
-
-
-def run_cell(cell: Cell, args: argparse.Namespace, slot: dict[str, str], quiet: bool, ending: threading.Event) -> bool:
+def run_cell(one: Cell, free: queue.SimpleQueue[dict[str, str]], quiet: bool, ending: threading.Event) -> bool:
     """Run one cell's commands until one fails; says whether all went well. Side by side they write to a file."""
-    folder = args.runs / cell.run
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "reproduce.log").open("a") if quiet else contextlib.nullcontext() as output:
-        for command in commands(cell, args):
+    one.folder.mkdir(parents=True, exist_ok=True)
+    slot = free.get()
+    with (one.folder / "reproduce.log").open("a") if quiet else contextlib.nullcontext() as output:
+        for command in one.commands:
             say("+ " + shlex.join(command))
             with subprocess.Popen(command, env={**os.environ, **slot}, stdout=output, stderr=output) as process:
                 while process.poll() is None:
@@ -312,15 +280,12 @@ def run_cell(cell: Cell, args: argparse.Namespace, slot: dict[str, str], quiet: 
                         process.terminate()
                         return False
             if process.returncode:
-                say(f"failed: {cell.name}" + (f"; see {output.name}" if output else ""))
-                return False
-    return True
+                say(f"failed: {one.name}" + (f"; see {output.name}" if output else ""))
+                break
+    free.put(slot)
+    return not process.returncode
 
 
 def say(text: str) -> None:
     """Print a line on standard error, above the progress bar."""
     tqdm.write(text, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

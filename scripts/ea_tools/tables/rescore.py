@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from ea_artifacts.command import UserError, listed
+from ea_artifacts.command import REPO, UserError, listed
 from ea_artifacts.preparation import Preparation
 from ea_tools.metrics import compute
 from ea_tools.tables.records import Records, Score, Text, text_of
@@ -18,23 +17,21 @@ from ea_tools.tables.records import Records, Score, Text, text_of
 OF_TOKENS = dict.fromkeys(("tokenised_bleu", "compound_split_bleu"), 0.05)
 
 
-def check(records: Records, folders: Iterable[Path]) -> str:
-    """Compute the scores of all rows whose references are in these folders of prepared data; says of how many.
+def check(records: Records) -> str:
+    """Compute the scores of all rows whose references are in data/; says of how many.
 
     COMET is left out, and so are metrics of tokens where the text came in tokens.
 
     Raises:
         UserError: scores differ, or no row could be checked; the message names each.
     """
-    texts = {(text.data.name, text.digest): text for text in _texts(records, folders)}
+    texts = {(text.data.name, text.digest): text for text in _texts(records)}
     counts = Counter[str]()
     faults: list[str] = []
     for row in tqdm(records.rows.values(), unit=" rows", mininterval=0.1 if sys.stderr.isatty() else 10):
         lines, text = records.translations(row), texts.get((row["data"], row["references"]))
-        if lines is None:
-            counts["without translations"] += 1
-        elif text is None:
-            counts[f"without the references of {row['data']}"] += 1
+        if lines is None or text is None:
+            counts["without " + ("translations" if lines is None else f"the references of {row['data']}")] += 1
         else:
             counts["recomputed"] += 1
             faults += differences(row, lines, text)
@@ -65,8 +62,8 @@ def differences(row: Score, lines: list[str], text: Text) -> Iterator[str]:
             yield f"{run}: {name}: {stored:.4f} in the records, {computed:.4f} by its translations"
 
 
-def _texts(records: Records, folders: Iterable[Path]) -> Iterator[Text]:
+def _texts(records: Records) -> Iterator[Text]:
     splits = {row["subset"].rpartition(".")[2] for row in records.rows.values()}  # of other data than a run's: law.test
-    for folder in folders:
+    for folder in sorted(path.parent for path in REPO.glob("data/*/PREP.json")):
         target = Preparation.at(folder).target_lang
         yield from (text_of(folder, name) for name in splits if (folder / "raw" / f"{name}.{target}").is_file())

@@ -5,8 +5,7 @@ scripts/reproduce.sh pages --collect writes them between their marks, from resul
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,109 +15,108 @@ from ea_tools.tables import table as tables
 from ea_tools.tables.page import gather, markdown_table, pages, show_in, spread
 from ea_tools.tables.records import Records
 
-Result = Mapping[str, Any]  # of a benchmark
-
 SIZES = ("lite", "base")
-BATCHES = [(beam, batch) for beam in (1, 5) for batch in ("1", "8", "32")]
+#: a label -> the files of results/speed with the times of lite and base
+TRAINING: dict[str, tuple[str, ...]] = {
+    "one thread": ("training-lite-1-thread", "training-base-1-thread"),
+    "two threads": ("training-lite-2-threads", "training-base-2-threads"),
+}
+#: a label -> beam and sentences at once
+DECODING = {
+    "greedy, one sentence at a time": (1, "1"),
+    "greedy, 8 sentences": (1, "8"),
+    "greedy, 32 sentences": (1, "32"),
+    "beam 5, one sentence at a time": (5, "1"),
+    "beam 5, 8 sentences": (5, "8"),
+    "beam 5, 32 sentences": (5, "32"),
+}
+SYSTEMS = ["Transformer", "EA-Transformer", "Conv-Transformer", "EA-Conv-Transformer"]
+LITE = [f"{system}-Lite" for system in SYSTEMS]
+RELATIVE = [f"{system}, relative positions" for system in ("EA", "Conv", "EA-Conv")]
+#: a label -> a table of recipes/tables and four of its rows
+SCORES = {
+    "Multi30k De-En, small, 1,500 updates": ("multi30k-laptop-systems", LITE),
+    "the same, with relative positions": ("multi30k-laptop-systems", ["Relative positions alone", *RELATIVE]),
+    "Multi30k En-De, a published recipe": ("multi30k-published", SYSTEMS),
+    "the published recipe, with R-Drop": ("multi30k-published", [f"{system}, R-Drop" for system in SYSTEMS]),
+    "IWSLT'14 De-En, 42,373 of 160,239 pairs, small": ("iwslt14-subset", LITE),
+    "the same pairs, with relative positions": ("iwslt14-subset", ["Relative positions", *RELATIVE]),
+}
 
 
 def write(folder: Path) -> None:
     """Write every table into the pages that have its marks."""
     for page in pages(folder):
-        changed = [name for name, lines in TABLES.items() if show_in(page, name, "\n".join(lines(folder)))]
-        if changed:
+        if changed := [name for name, lines in TABLES.items() if show_in(page, name, lines(folder))]:
             print(f"brought up to date: {page}: {', '.join(changed)}")
 
 
-def readme(folder: Path) -> list[str]:
-    """The scores of the four systems: on Multi30k 2016, and on IWSLT'14's test."""
-    systems = ["Transformer", "EA-Transformer", "Conv-Transformer", "EA-Conv-Transformer"]
-    lite = [f"{system}-Lite" for system in systems]
-    relative = [f"{system}, relative positions" for system in ("EA", "Conv", "EA-Conv")]
-    rows = {
-        "Multi30k De-En, small, 1,500 updates": ("multi30k-laptop-systems", lite),
-        "the same, with relative positions": ("multi30k-laptop-systems", ["Relative positions alone", *relative]),
-        "Multi30k En-De, a published recipe": ("multi30k-published", systems),
-        "the published recipe, with R-Drop": ("multi30k-published", [f"{system}, R-Drop" for system in systems]),
-        "IWSLT'14 De-En, 42,373 of 160,239 pairs, small": ("iwslt14-subset", lite),
-        "the same pairs, with relative positions": ("iwslt14-subset", ["Relative positions", *relative]),
-    }
-    shown = []
-    for label, (name, models) in rows.items():
+def scores(folder: Path) -> list[str]:
+    """The four systems on Multi30k 2016, and on IWSLT'14's test."""
+    rows = []
+    for label, (name, models) in SCORES.items():
         table = tables.read(name)
-        entries = gather(table, Records(folder), table.seeds, f"beam5.average{table.average}")
-        scores = (entries[model, table.columns[0].label].values for model in models)
-        shown.append([label, *(spread(values) if values else "not run" for values in scores)])
-    return markdown_table(["BLEU (Multi30k: test of 2016)", "Transformer", "EA", "Conv", "EA-Conv"], shown)
+        entries = gather(table, Records(folder), table.seeds)
+        values = (entries[model, table.columns[0].label].values for model in models)
+        rows.append([label, *(spread(of_seeds) if of_seeds else "not run" for of_seeds in values)])
+    return markdown_table(["BLEU (Multi30k: test of 2016)", "Transformer", "EA", "Conv", "EA-Conv"], rows)
 
 
-def results(folder: Path, *names: str) -> list[Result]:
+class Benchmark:
     """The results of benchmarks, results/speed/NAME.json."""
-    return [result for name in names for result in read_json(folder / "speed" / f"{name}.json")["results"]]
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.results = [one for name in names for one in read_json(folder / f"speed/{name}.json")["results"]]
+
+    def pick(self, **wanted: Any) -> Mapping[str, Any]:
+        """The result with these settings."""
+        return next(one for one in self.results if wanted.items() <= one.items())
 
 
-def pick(found: Iterable[Result], **wanted: Any) -> Result:
-    """The result with these settings."""
-    return next(one for one in found if wanted.items() <= one.items())
-
-
-def quartiles(of: Mapping[str, float]) -> str:
+def quartiles(ratio: Mapping[str, float]) -> str:
     """0.97 (0.95 .. 0.98)"""
-    return "{median:.2f} ({q1:.2f} .. {q3:.2f})".format(**of)
+    return "{median:.2f} ({q1:.2f} .. {q3:.2f})".format(**ratio)
 
 
-def ratio(result: Result) -> str:
-    """Ours against stock's."""
-    return quartiles(result["ratio"])
-
-
-def mebibytes(result: Result) -> str:
+def mebibytes(result: Mapping[str, Any]) -> str:
     """Peak memory of ours and of stock."""
     return " / ".join(f"{round(result['memory'][model]['peak'] / 2**20):,}" for model in ("ours", "stock"))
 
 
-def training(folder: Path) -> Iterator[tuple[str, list[Result]]]:
-    """A label, and the results of lite and base."""
-    for threads, label in (("1-thread", "one thread"), ("2-threads", "two threads")):
-        yield label, results(folder, *(f"training-{size}-{threads}" for size in SIZES))
-
-
-def decoding(folder: Path) -> Iterator[tuple[str, list[Result]]]:
-    """The same."""
-    for beam, batch in BATCHES:
-        sentences = "one sentence at a time" if batch == "1" else f"{batch} sentences"
-        found = [one for one in results(folder, "decoding") if (one["beam"], one["batch"]) == (beam, batch)]
-        yield f"{'greedy' if beam == 1 else f'beam {beam}'}, {sentences}", found
-
-
 def speed(folder: Path) -> list[str]:
     """Ours against stock's in float32; of products in bfloat16 the ratio of medians of the same batches."""
-    candidates = {training: {"ours": ", fairseq's Adam", "ours, flat_adam": ", one call"}, decoding: {"ours": ""}}
+    kinds: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = []
+    for label, files in TRAINING.items():
+        kinds += [(f"training, {label}, fairseq's Adam", files, {}, "ours")]
+        kinds += [(f"training, {label}, one call", files, {}, "ours, flat_adam")]
+    for label, (beam, batch) in DECODING.items():
+        kinds += [(f"decoding, {label}", ("decoding",), {"beam": beam, "batch": batch}, "ours")]
     rows = []
-    for kind, names in candidates.items():
-        for (label, found), (name, said) in itertools.product(kind(folder), names.items()):
-            plain, rounded = ([pick(found, precision=one, size=size) for size in SIZES] for one in ("fp32", "bf16"))
-            medians = [
-                a["tokens_per_second"][name]["median"] / b["tokens_per_second"]["stock"]["median"]
-                for a, b in zip(rounded, plain, strict=True)
-            ]
-            of_stock = (quartiles(one["ratios"][name]) for one in plain)
-            rows.append([f"{kind.__name__}, {label}{said}", *of_stock, *(f"{median:.2f}" for median in medians)])
+    for label, files, settings, name in kinds:
+        found = Benchmark(folder, *files)
+        plain, rounded = (
+            [found.pick(precision=one, size=size, **settings) for size in SIZES] for one in ("fp32", "bf16")
+        )
+        medians = [
+            a["tokens_per_second"][name]["median"] / b["tokens_per_second"]["stock"]["median"]
+            for a, b in zip(rounded, plain, strict=True)
+        ]
+        rows.append([label, *(quartiles(one["ratios"][name]) for one in plain), *(f"{one:.2f}" for one in medians)])
     return markdown_table(["ours", "`lite`", "`base`", *(f"`{size}`, `--precision bf16`" for size in SIZES)], rows)
 
 
 def memory(folder: Path) -> list[str]:
     """Peak memory of training."""
     rows = [
-        [label, *(mebibytes(pick(found, precision="fp32", size=size)) for size in SIZES)]
-        for label, found in training(folder)
+        [label, *(mebibytes(Benchmark(folder, *files).pick(precision="fp32", size=size)) for size in SIZES)]
+        for label, files in TRAINING.items()
     ]
     return markdown_table(["training's peak memory, MiB, ours / stock", "`lite`", "`base`"], rows)
 
 
 def growth(folder: Path) -> list[str]:
     """Speed and memory by the length of sentences."""
-    found = results(folder, "growth")
+    found = Benchmark(folder, "growth").results
     rows = [["speed, ours / stock", *(f"{one['ratio']['median']:.2f}" for one in found)]]
     rows.append(["peak memory, ours / stock, MiB", *map(mebibytes, found)])
     return markdown_table(["tokens in a sentence", *(f"{one['length']:,}" for one in found)], rows)
@@ -135,22 +133,20 @@ def bfloat16(folder: Path) -> list[str]:
                 rows.append([f"{row['direction'].title()}, `{row['arch']}`{trained}, seed {row['training_seed']}"])
             after = test["baseline"] + test["difference"]
             rows[-1].append(f"{test['baseline']:.2f} -> {after:.2f} (p {test['p']:.2f})")
-    return markdown_table(
-        ["sacreBLEU, translated in float32 -> by products in bfloat16", "Multi30k 2016", "2017"], rows
-    )
+    head = ["sacreBLEU, translated in float32 -> by products in bfloat16", "Multi30k 2016", "2017"]
+    return markdown_table(head, rows)
 
 
 def on_a_gpu(folder: Path) -> list[str]:
     """Speed and memory on an H200."""
-    in_bf16, in_fp16, alone, full, lite, large, peak = results(
-        folder, "h200-training", "h200-decoding", "h200-training-16384", "h200-memory"
-    )
+    files = ("h200-training", "h200-decoding", "h200-training-16384", "h200-memory")
+    in_bf16, in_fp16, alone, full, lite, large, peak = Benchmark(folder, *files).results
     rows = [
-        ["training, 4,096 tokens a batch", "not run", ratio(in_bf16)],
-        ["training, 4,096 tokens, float16", "not run", ratio(in_fp16)],
-        ["training, 16,384 tokens", "not run", ratio(large)],
-        ["decoding, beam 5, one sentence at a time", ratio(lite), ratio(alone)],
-        ["decoding, beam 5, 12,000 tokens at once", "not run", ratio(full)],
+        ["training, 4,096 tokens a batch", "not run", quartiles(in_bf16["ratio"])],
+        ["training, 4,096 tokens, float16", "not run", quartiles(in_fp16["ratio"])],
+        ["training, 16,384 tokens", "not run", quartiles(large["ratio"])],
+        ["decoding, beam 5, one sentence at a time", quartiles(lite["ratio"]), quartiles(alone["ratio"])],
+        ["decoding, beam 5, 12,000 tokens at once", "not run", quartiles(full["ratio"])],
         ["training's peak memory, 4,096 tokens, MiB, ours / stock", "not run", mebibytes(peak)],
     ]
     return markdown_table(["ours, bfloat16", "`lite`", "`base`"], rows)
@@ -158,30 +154,27 @@ def on_a_gpu(folder: Path) -> list[str]:
 
 def attention(folder: Path) -> list[str]:
     """One attention alone, by the length of sentences."""
-    found, rows = results(folder, "attention"), []
+    found, rows = Benchmark(folder, "attention"), []
+    lengths = sorted({one["length"] for one in found.results})
     names = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
-    for heads, kind in [(heads, kind) for heads in (4, 8) for kind in names]:
-        paths = [
-            {path: passes["forward + backward"] for path, passes in one["paths"].items()}
-            for one in found
-            if (one["kind"], one["heads"]) == (kind, heads)
-        ]
-        times = [{path: cost["milliseconds"]["median"] for path, cost in one.items()} for one in paths]
-        label = f"{names[kind]}, K = {heads}"
+    for label, kind, heads in [(f"{names[kind]}, K = {heads}", kind, heads) for heads in (4, 8) for kind in names]:
+        paths = [found.pick(kind=kind, heads=heads, length=length)["paths"] for length in lengths]
+        costs = [{path: passes["forward + backward"] for path, passes in one.items()} for one in paths]
+        times = [{path: cost["milliseconds"]["median"] for path, cost in one.items()} for one in costs]
         for path, other in (("plain", "plain composition"), ("sdpa", "stock attention")):
             rows.append([f"{label}: {other} / ours", *(f"{one[path] / one['ours']:.2f}" for one in times)])
-        shares = (a["ours"]["floor"]["milliseconds"] / b["ours"] for a, b in zip(paths, times, strict=True))
+        shares = (a["ours"]["floor"]["milliseconds"] / b["ours"] for a, b in zip(costs, times, strict=True))
         rows.append([f"{label}: ours, share of the floor", *(f"{share:.0%}" for share in shares)])
-    first, *lengths = (f"{length:,}" for length in sorted({one["length"] for one in found}))
-    return markdown_table(["forward + backward, sentences of N tokens", f"N = {first}", *lengths], rows)
+    first, *others = (f"{length:,}" for length in lengths)
+    return markdown_table(["forward + backward, sentences of N tokens", f"N = {first}", *others], rows)
 
 
 def exported(size: str, names: tuple[str, ...], folder: Path) -> list[str]:
     """Exported models against stock's in fairseq."""
-    paths = ("ours", "exported", "exported int8", "ctranslate2", "ctranslate2 int8")
+    paths, found = ("ours", "exported", "exported int8", "ctranslate2", "ctranslate2 int8"), Benchmark(folder, *names)
     rows = []
-    for beam, batch in BATCHES:
-        ratios = pick(results(folder, *names), beam=beam, batch=batch)["ratios"]
+    for beam, batch in DECODING.values():
+        ratios = found.pick(beam=beam, batch=batch)["ratios"]
         rows.append([f"{beam}, {batch}", *(f"{ratios[path]['median']:.2f}" for path in paths)])
     head = [f"`{size}`: beam, sentences", "EA in fairseq", "exported", "exported, int8"]
     return markdown_table([*head, "CTranslate2, plain", "CTranslate2, plain, int8"], rows)
@@ -189,7 +182,7 @@ def exported(size: str, names: tuple[str, ...], folder: Path) -> list[str]:
 
 #: the name of its marks -> a table's lines, by the folder of results
 TABLES: dict[str, Callable[[Path], list[str]]] = {
-    "scores": readme,
+    "scores": scores,
     "speed": speed,
     "memory": memory,
     "growth": growth,

@@ -90,11 +90,7 @@ def grid(args: argparse.Namespace, extra: Sequence[str]) -> Table:
 
 def best(table: Table, args: argparse.Namespace) -> list[Row]:
     """The rows to confirm: the baseline, and those with the highest metric by the first seed."""
-    entries = gather(table, Records(args.results), args.seeds[:1], reproduce.settings(args))
+    entries = gather(table, Records(args.results), args.seeds[:1], args.average)
     scored = {row.label: entries[row.label, table.columns[0].label].values for row in table.rows}
     ranked = sorted((label for label, values in scored.items() if values), key=scored.__getitem__, reverse=True)
     return [row for row in table.rows if row is table.rows[0] or row.label in ranked[:CONFIRMED]]
-
-
-if __name__ == "__main__":
-    main()

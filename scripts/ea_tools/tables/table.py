@@ -4,7 +4,7 @@ title = "..."
 seeds = [1, 2, 3]    of every run, where --seeds does not say otherwise (default: [1])
 average = 10         checkpoints averaged, where --average does not say otherwise (default: 10)
 [[column]]    recipe, label, metric (see Metric), subset (default: "test")
-[[row]]       label, arch, flags (of fairseq-train), baseline (another row's label),
+[[row]]       label, arch, flags (of fairseq-train), baseline (another row's label), average (default: the table's),
               paper ({recipe: number} for its test, {recipe/subset: number} for another split)
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Self, get_args
 
@@ -59,9 +59,7 @@ class Column(Form):
         recipe = recipes.read(self.recipe)
         texts = sorted(text.stem for text in (recipe.data / "raw").glob(f"*.{recipe.target_lang}"))
         if texts and self.subset not in texts:
-            raise UserError(
-                f"{self.label}: subset {self.subset!r} is not in {recipe.data}; available: {', '.join(texts)}"
-            )
+            raise UserError(f"{self.label}: subset {self.subset!r}: {recipe.data} has {', '.join(texts)}")
         pair, raw = (recipe.source_lang, recipe.target_lang), False
         with contextlib.suppress(UserError):  # the data need not be prepared yet
             raw = Preparation.at(recipe.data).tokenizer == "none"
@@ -79,6 +77,7 @@ class Row(Form):
     arch: str
     flags: list[str] = Field(default_factory=list)
     baseline: str | None = None
+    average: PositiveInt | None = None
     paper: dict[str, float] = Field(default_factory=dict)
 
     @property
@@ -107,28 +106,15 @@ class Table(Form):
     @model_validator(mode="after")
     def _has_names_once(self) -> Self:
         labels = [row.label for row in self.rows]
-        check_once("seeds: ", self.seeds)
-        check_once("row: ", labels)
-        check_once("column: ", [column.label for column in self.columns])
+        for kind, names in (("row", labels), ("column", [column.label for column in self.columns])):
+            if twice := [label for label in names if names.count(label) > 1]:
+                raise UserError(f"{kind}: {twice[0]!r} is there twice; give each a different label")
         for row in self.rows:
             if unknown := row.paper.keys() - {column.key for column in self.columns}:
                 raise UserError(f"{row.label}: paper: {min(unknown)} is no column")
             if row.baseline and row.baseline not in labels:
                 raise UserError(f"{row.label}: baseline {row.baseline!r} is no row; {hint(row.baseline, labels)}")
-        self._check_runs()
         return self
-
-    def _check_runs(self) -> None:
-        """Refuse rows that would share one run."""
-        learnt: dict[tuple, Row] = {}
-        for row in self.rows:
-            flags = ((name, *map(recipes.plain, values)) for name, values in row.learnt.items())
-            other = learnt.setdefault((row.arch, *flags), row)
-            if other is not row:
-                raise UserError(
-                    f"the rows {other.label!r} and {row.label!r} would share one run: they have the same architecture "
-                    "and flags"
-                )
 
     @property
     def recipes(self) -> list[str]:
@@ -142,6 +128,14 @@ class Table(Form):
     def run(self, row: Row, recipe: str, seed: int) -> str:
         """The name of a run, RECIPE/NAME. It describes the model, so that tables share runs."""
         return f"{recipes.read(recipe).name}/{file_name([row.arch, *slug(row.learnt)])}-seed{seed}"
+
+    def averaged(self, row: Row, average: int | None) -> int:
+        """How many checkpoints of a row's runs are averaged; `average` overrules the file."""
+        return average or row.average or self.average
+
+    def settings(self, row: Row, average: int | None = None) -> str:
+        """The name that evaluate.sh gives to its default beam and this average."""
+        return f"beam5.average{self.averaged(row, average)}"
 
     def flags(self, row: Row, recipe: str, seed: int = 1) -> dict[str, str]:
         """The flags by which train.sh trains a run, but for those of the launch; the batch as tokens an update."""
@@ -179,9 +173,3 @@ def check_flags(where: str, names: Iterable[str]) -> None:
     for name in names:
         if name in ELSEWHERE:
             raise UserError(f"{where}{name}: {ELSEWHERE[name]}")
-
-
-def check_once(where: str, values: Sequence) -> None:
-    """Refuse a label that is there twice, or a seed: two runs would train it in one folder."""
-    if twice := [value for value in values if values.count(value) > 1]:
-        raise UserError(f"{where}{twice[0]!r} is there twice; give each a different one")

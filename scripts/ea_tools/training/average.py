@@ -67,7 +67,3 @@ def select(inputs: Iterable[Path | str], num_epochs: int | None = None, num_upda
     if len(files) < wanted:
         raise UserError(f"{paths[0]}: expected {wanted} {kind} checkpoints, found {len(files)}")
     return [path for _, path in files[-wanted:]]
-
-
-if __name__ == "__main__":
-    main()

@@ -336,7 +336,3 @@ def identity(start: Plan) -> dict[str, str]:
     """The settings that must not change while a run goes on: recipe, architecture, data, the flags of the model."""
     model = {name: " ".join(values) for name, values in start.flags.items() if name.startswith(IDENTITY)}
     return {"recipe": start.recipe.name, "arch": start.arch, "data": fingerprint(start.data), **model}
-
-
-if __name__ == "__main__":
-    main()

@@ -421,7 +421,3 @@ def report(result: dict[str, Any]) -> None:
             f"  {metrics.LABELS[name]} against {against['run']}: {test['difference']:+.2f}, "
             f"p = {test['p']:.3f} (paired bootstrap)  {test['signature']}"
         )
-
-
-if __name__ == "__main__":
-    main()

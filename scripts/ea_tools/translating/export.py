@@ -275,7 +275,3 @@ def _sentences(dictionary: Dictionary, lengths: Sequence[int]) -> list[Tensor]:
     chance, end = torch.Generator().manual_seed(1), torch.tensor([dictionary.eos()])
     words = [torch.randint(dictionary.nspecial, len(dictionary), (length,), generator=chance) for length in lengths]
     return [torch.cat([of, end]) for of in words]
-
-
-if __name__ == "__main__":
-    main()

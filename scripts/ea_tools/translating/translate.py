@@ -222,7 +222,3 @@ def _written(number: int, hypotheses: Sequence[tuple[str, float]], nbest: int | 
     if not nbest:
         return [hypotheses[0][0]]
     return [f"{number} ||| {text} ||| {score}" for text, score in hypotheses]
-
-
-if __name__ == "__main__":
-    main()

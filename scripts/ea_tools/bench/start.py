@@ -1,4 +1,4 @@
-"""`python -m ea_tools.bench NAME FLAGS...`, which scripts/benchmark_NAME.sh and scripts/gpu_report.sh call."""
+"""What scripts/benchmark_NAME.sh and scripts/gpu_report.sh call: `python -m ea_tools bench.start NAME FLAGS...`"""
 
 import importlib
 import sys
@@ -15,7 +15,3 @@ def main() -> None:
     getattr(options, name)(arguments)
     quiet()
     importlib.import_module(f"ea_tools.bench.{name}").main(arguments)
-
-
-if __name__ == "__main__":
-    main()
