@@ -36,7 +36,7 @@ from ea_runtime.text import Text
 from ea_tools.maps.collect import LayerMaps, collect
 from ea_tools.maps.words import Words, starts, words_of
 from ea_tools.metrics import written_with_spaces
-from ea_tools.sides import BOTH, ENCODER, NAMES, arguments, sides_of
+from ea_tools.sides import BOTH, ENCODER, NAMES, Sides, arguments, sides_of
 
 TASKS = ("translation", *ONE_LANGUAGE)
 MASK = "<mask>"
@@ -51,48 +51,57 @@ class Sentence:
     words: Words  # of which these are the subwords
 
 
+@dataclass
 class Loaded:
     """A trained model on the CPU."""
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        data: Path,
-        preparation: Preparation,
-        model: Any,  # of fairseq
-        task: FairseqTask,
-        trained_for: dict,
-    ) -> None:
-        self.checkpoint, self.data, self.preparation = checkpoint, data, preparation
-        self.model, self.task = model, task
-        self.sides = sides_of(type(model))
-        self.task_name, self._trained_for = trained_for["_name"], trained_for  # the task's options
+    checkpoint: Path
+    data: Path
+    preparation: Preparation
+    model: Any  # of fairseq
+    task: FairseqTask
+    trained_for: dict[str, Any]  # the task's options
+
+    @property
+    def sides(self) -> Sides:
+        """Encoder, decoder or both."""
+        return sides_of(type(self.model))
+
+    @property
+    def task_name(self) -> str:
+        """The task of the training."""
+        return self.trained_for["_name"]
 
     def source(self, text: str) -> Sentence:
         """Raw text in the source language, or for an encoder alone."""
-        return self._read(text, "source", self.task.source_dictionary)
+        return self._read(text, "source")
 
     def target(self, text: str) -> Sentence:
         """Raw text in the target language, or of a language model."""
-        return self._read(text, "target", self.task.target_dictionary)
+        return self._read(text, "target")
 
-    def _read(self, text: str, side: str, dictionary: Dictionary) -> Sentence:
+    def _read(self, text: str, side: str) -> Sentence:
         """Raw text in subwords, between the symbols that the task puts around each sentence.
 
         <mask> stays as it is where the model knows it.
         """
         if (readable := text.encode(errors="replace").decode()) != text:
             raise UserError(f"the {self.called(side)}sentence is not UTF-8: {readable}")
-        split = Text(self.data, self.language(side)).subwords
+        split, dictionary = Text(self.data, self.language(side)).subwords, self.dictionary(side)
         known = dictionary.index(MASK) != dictionary.unk()
         parts = re.split(f"({MASK})", text) if known else [text]
         symbols = [symbol for part in parts for symbol in ([MASK] if part == MASK else split(part.rstrip()).split())]
         if not symbols:
             raise UserError(f"the {self.called(side)}sentence is empty")
         begin = [dictionary.bos_word] if self.task_name in ("masked_lm", "denoising") else []
-        return self._sentence([*begin, *symbols, dictionary.eos_word], side, dictionary)
+        return self._sentence([*begin, *symbols, dictionary.eos_word], side)
 
-    def _sentence(self, symbols: list[str], side: str, dictionary: Dictionary) -> Sentence:
+    def dictionary(self, side: str) -> Dictionary:
+        """The words of this side, "source" or "target"."""
+        return getattr(self.task, f"{side}_dictionary")
+
+    def _sentence(self, symbols: list[str], side: str) -> Sentence:
+        dictionary = self.dictionary(side)
         ids = torch.tensor([dictionary.index(symbol) for symbol in symbols])
         self._must_fit(ids, side)
         known = (ids != dictionary.unk()).tolist()
@@ -129,21 +138,15 @@ class Loaded:
         return self.preparation.tokenizer == "given" or written_with_spaces(self.language(side))
 
     def _must_fit(self, ids: Tensor, side: str) -> None:
-        most = self.longest(side)
+        positions = self.model.max_positions()
+        most = positions[("source", "target").index(side)] if isinstance(positions, tuple) else positions
         if len(ids) > most:
-            raise UserError(
-                f"the {self.called(side)}sentence is too long: it has {len(ids) - 1:,} subwords, and {self.checkpoint} "
-                f"takes {most - 1:,}"
-            )
+            counts = f"has {len(ids) - 1:,} subwords; {self.checkpoint} takes {most - 1:,}"
+            raise UserError(f"the {self.called(side)}sentence {counts}")
 
     def called(self, side: str) -> str:
         """The word before "sentence" in messages: none where there is one side only."""
         return f"{side} " if self.sides == BOTH else ""
-
-    def longest(self, side: str) -> int:
-        """The most tokens that the model reads on this side, which is the only one or one of two."""
-        positions = self.model.max_positions()
-        return positions[("source", "target").index(side)] if isinstance(positions, tuple) else positions
 
     @torch.no_grad()
     def translate(self, source: Sentence, beam: int = 5) -> Sentence:
@@ -153,8 +156,7 @@ class Loaded:
         ids = generator.generate([self.model], {"net_input": net_input})[0][0]["tokens"]
         # The generator leaves fairseq's own attention expecting that many copies of each sentence.
         self.model.decoder.set_beam_size(1)
-        dictionary = self.task.target_dictionary
-        return self._sentence([dictionary[word] for word in ids], "target", dictionary)
+        return self._sentence([self.task.target_dictionary[word] for word in ids], "target")
 
     def sentences(
         self, source: str, target: str | None = None, beam: int = 5
@@ -177,7 +179,7 @@ class Loaded:
     def reads(self, target: Sentence) -> tuple[str, Tensor]:
         """The decoder's input: the label of its first token, and all of them, the target's one place later."""
         first = target.ids[-1:]  # fairseq's decoder begins with the end of sentence
-        if self._trained_for.get("add_bos_token"):
+        if self.trained_for.get("add_bos_token"):
             first = torch.tensor([self.task.source_dictionary.bos()])
         return self.task.target_dictionary[int(first)], torch.cat([first, target.ids[:-1]])
 
@@ -187,10 +189,9 @@ class Loaded:
         for sentence, side in ((source, "source"), (target, "target")):
             if sentence is not None:
                 self._must_fit(sentence.ids, side)
-        read = self.reads(target)[1] if target else None
+        given = source.ids[None] if source else None
         with collect(self.model) as collected:
-            read = None if read is None else read[None]
-            self.model(**arguments(self.sides, None if source is None else source.ids[None], read))
+            self.model(**arguments(self.sides, given, self.reads(target)[1][None] if target else None))
         return collected.layers
 
 

@@ -15,7 +15,7 @@ import contextlib
 import io
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from ea_tools.figures import style
 from ea_tools.maps import KINDS
 from ea_tools.maps.alignments import Gold, alignment_errors, check_range, hard_alignment, read_gold
 from ea_tools.maps.measures import PARTS, Estimate, Place, Sums, estimate, statistics_of
+from ea_tools.tables.page import markdown_table
 from ea_tools.training.provenance import provenance
 
 if TYPE_CHECKING:  # imported where a model is loaded or a figure is made
@@ -163,7 +164,7 @@ def _check_gold(loaded: Loaded) -> None:
 
 def _words(loaded: Loaded, side: str, ids: list[int]) -> np.ndarray | None:
     """The word that each subword belongs to; None with an unknown one, which hides the end of its word."""
-    dictionary = getattr(loaded.task, f"{side}_dictionary")
+    dictionary = loaded.dictionary(side)
     return None if dictionary.unk() in ids else loaded.words([dictionary[word] for word in ids], side).numbers
 
 
@@ -226,7 +227,6 @@ def _errors(maps: LayerMaps, row: int, gold: tuple[np.ndarray, np.ndarray, Gold]
 
 def examine(args: argparse.Namespace) -> Report:
     """Load the models, go through the sentences."""
-    from ea_fairseq.mixes import learnt_mixes
     from ea_tools.maps.models import load_models
 
     models = [loaded for loaded in load_models(args.run, args.compare, args.data, with_text=True) if loaded]
@@ -253,7 +253,7 @@ def examine(args: argparse.Namespace) -> Report:
         **provenance(on_cpu=True),
     }
     names = dict(zip(STYLES, told_apart([loaded.checkpoint for loaded in models]), strict=False))
-    return Report(facts, names, statistics, [learnt_mixes(loaded.model) for loaded in models])
+    return Report(facts, names, statistics)
 
 
 # ---- the report
@@ -266,14 +266,13 @@ class Report:
     facts: dict[str, Any]  # the source of the numbers
     names: dict[str, str]  # of the models: "run" and, where there is a baseline, "compare"
     statistics: Statistics
-    mixes: list[dict[str, float]]  # of each model: {"alpha_encoder_2": 0.1, ...}, its learnt alpha and beta; or {}
 
 
 def render(report: Report, suffix: str) -> bytes:
     """The contents of a file of this kind."""
     if suffix == ".json":
-        results = {"statistics": report.statistics, "learnt_mixes": report.mixes}
-        return json_text({**report.facts, "names": list(report.names.values()), **results}).encode()
+        content = {**report.facts, "names": list(report.names.values()), "statistics": report.statistics}
+        return json_text(content).encode()
     return table(report).encode() if suffix == ".md" else picture(report, suffix.removeprefix("."))
 
 
@@ -290,38 +289,27 @@ def table(report: Report) -> str:
         head += f" Differences: {' - '.join(names.values())}, paired by sentence; bold: zero is not in the interval."
     lines = [head]
     for statistic, title in STATISTICS.items():
-        rows = {
-            f"{kind}: {names.get(who, who)}": {
-                layer: _cell(ones[who], "" if who in names else "+") for layer, ones in layers.items() if who in ones
-            }
-            for kind, layers in report.statistics.get(statistic, {}).items()
-            for who in (*STYLES, "difference")
-        }
-        lines += _markdown(title, rows)
-    for name, mixes in zip(names.values(), report.mixes, strict=True):
-        rows = {}
-        for place, value in mixes.items():
-            share, kind, layer = place.split("_")
-            rows.setdefault(f"{kind}: {share}", {})[int(layer)] = f"{value:.4f}"
-        lines += _markdown(f"learnt by {name}", rows)
+        kinds = report.statistics.get(statistic, {})
+        layers = sorted({layer for places in kinds.values() for layer in places})
+        rows = [
+            [f"{kind}: {names.get(who, who)}", *(_cell(places.get(layer, {}).get(who), who) for layer in layers)]
+            for kind, places in kinds.items()
+            for who in (*names, "difference")
+            if any(who in ones for ones in places.values())
+        ]
+        if rows:
+            lines += ["", *markdown_table([title, *(f"layer {layer}" for layer in layers)], rows)]
     lines += ["", *(f"- {name}: `{path}`" for name, path in zip(names.values(), facts["checkpoints"], strict=True))]
     lines += [f"- `{facts['command']}`", f"- commit {facts['commit']}, {facts['device']}, {facts['date']}"]
     return "\n".join(lines) + "\n"
 
 
-def _markdown(title: str, rows: Mapping[str, Mapping[int, str]]) -> list[str]:
-    """Lines of Markdown: a row for each name that has any cell, a column for each layer; none without any row."""
-    layers = sorted({layer for cells in rows.values() for layer in cells})
-    if not layers:
-        return []
-    body = [[name, *(cells.get(layer, "-") for layer in layers)] for name, cells in rows.items() if cells]
-    head = ["", f"| {title} | layer {' | '.join(map(str, layers))} |", f"|---|{'---|' * len(layers)}"]
-    return head + [f"| {' | '.join(row)} |" for row in body]
-
-
-def _cell(one: Estimate, sign: str) -> str:
-    mean = f"{one['mean']:{sign}.3f}"
-    clear = sign and (one["low"] > 0 or one["high"] < 0)
+def _cell(one: Estimate | None, who: str) -> str:
+    if one is None:
+        return "-"
+    is_difference = who == "difference"
+    mean = f"{one['mean']:{'+' if is_difference else ''}.3f}"
+    clear = is_difference and (one["low"] > 0 or one["high"] < 0)
     return f"{f'**{mean}**' if clear else mean} ± {(one['high'] - one['low']) / 2:.3f}"
 
 
