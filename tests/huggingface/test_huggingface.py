@@ -592,6 +592,21 @@ def test_maps_and_masks_follow_the_layers_to_their_device():
     assert model(**inputs("bert")).logits.device.type == "meta"
 
 
+@torch.no_grad()
+def test_layers_share_the_reading_of_a_mask(monkeypatch):
+    """And the context is not copied."""
+    read, hide = [], huggingface.hide_rows
+    monkeypatch.setattr(huggingface, "hide_rows", lambda *given: read.append(given) or hide(*given))
+    build("bert", alpha=0.4, beta=0.3)(**inputs("bert"))
+    assert len(read) == 1
+
+
+@torch.no_grad()
+def test_the_context_is_not_copied(calls):
+    build("bert", alpha=0.4, beta=0.3).float()(**inputs("bert"))
+    assert calls and not any(output.is_contiguous() for *_, output in calls)
+
+
 def test_a_part_of_a_model_and_unknown_attention_are_refused():
     model = build("bert", alpha=0.4, beta=0.3)
     with pytest.raises(ValueError, match="maps belong to a call of a whole model"):

@@ -118,6 +118,7 @@ FUNCTIONS = [
     ("--ea-beta 0.2", "--ea-beta 0.2 --ea-cross-beta 0.3", "--ea-cross-beta is 0.3 here, and None"),
     ("--ea-rule residual", "--ea-rule realformer", "--ea-rule is realformer here, and residual"),
     ("--ea-rule residual", "", "--ea-rule is evolving here, and residual"),
+    ("--ea-beta 0", "--ea-beta 0 --ea-score multiplicative", "--ea-score is multiplicative here, and dot"),
     ("--ea-beta 0.2", "--ea-encoder-beta 0.2 --ea-decoder-beta 0.2 --ea-cross-beta 0.2", None),
     ("--ea-rule predictive --ea-beta 0.2", "--ea-rule predictive --ea-beta 0.3", None),
     ("--ea-learn-mix --ea-alpha 0.2", "--ea-learn-mix --ea-alpha 0.3", None),

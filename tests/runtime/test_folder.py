@@ -78,7 +78,13 @@ FAULTS = {
     "a folder": (lambda place: (place / "code").unlink() or (place / "code").mkdir(), ["code", "damaged"]),
     "no JSON": (lambda place: (place / "model.json").write_text("{"), ["model.json", "damaged"]),
     "newer": (lambda place: edit(place, format=2, digests=None), ["format 2", "update"]),
-    "format": (lambda place: edit(place, format="1"), ["model.json", "format", "'1'"]),
+    **{
+        f"format {value}": (lambda place, value=value: edit(place, format=value), ["model.json", "format", repr(value)])
+        for value in ("1", True, 0, -1)
+    },
+    "deep": (lambda place: (place / "model.json").write_text("[" * 200_000), ["model.json", "damaged"]),
+    "deep PREP.json": (lambda place: replace(place, "PREP.json", b"[" * 200_000), ["PREP.json", "damaged"]),
+    "wide": (lambda place: edit(place, search={"beam": 100_000}), ["model.json", "beam"]),
     "task": (lambda place: edit(place, task="denoising"), ["model.json", "denoising"]),
     "other task": (lambda place: edit(place, task="language_modeling"), ["Translator", "language_modeling"]),
     "empty dictionaries": (lambda place: edit(place, dictionaries={}), ["model.json", "dictionaries"]),

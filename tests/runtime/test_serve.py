@@ -305,6 +305,7 @@ def test_checks_take_turns(translator, client, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         pool.submit(ask, client, *["Hund."] * 8)
         until(lambda: order)
+        assert client.get("/health").json()["waiting"] == 8
         assert ask(client, "Haus.").status_code == 200
     assert order.index("Haus.") < 5 and len(order) == 9
 

@@ -6,11 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 from helpers.toy import made_checkpoint
 
-from ea_artifacts.command import UserError, reporting, say
+from ea_artifacts.command import UserError, ignore_warnings, reporting, say
 from ea_artifacts.files import read_json, read_lines, replacing, write_json
 from ea_artifacts.run import Run
 
@@ -77,6 +78,16 @@ def test_a_refusal_of_the_system_is_one_line(tmp_path):
     with pytest.raises(SystemExit) as end, reporting("tool"):
         (tmp_path / "absent").read_text()
     assert end.value.code == f"tool: {tmp_path / 'absent'}: No such file or directory"
+
+
+def test_warnings_that_users_cannot_change_are_hidden():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ignore_warnings()
+        warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated", FutureWarning, stacklevel=1)
+        warnings.warn_explicit("old", FutureWarning, "file.py", 1, module="fairseq.tasks")
+        warnings.warn("'pin_memory' argument is set as true but no accelerator is found", UserWarning, stacklevel=1)
+    assert not seen
 
 
 def test_json_is_whole_or_not_there(tmp_path):

@@ -146,6 +146,15 @@ def test_dependencies_run_one_way(package):
     assert not [name for name in ours if not name.startswith(tuple(PACKAGES[package][1]))]
 
 
+PRIVATE = r"\btorch(\.\w+)*\._[a-z]|\b_(forward|backward)_(pre_)?hooks\b|\b(numpy|np)\._[a-z]|\bforward_ad\._"
+
+
+@each_package
+def test_private_names_of_libraries_stand_in_one_file(package):
+    found = [path for path in (REPO / package).rglob("*.py") if re.search(PRIVATE, path.read_text())]
+    assert len(found) <= 1
+
+
 def test_no_code_changes_where_modules_are_found():
     files = [path for folder in (*PACKAGES, "tests") for path in (REPO / folder).rglob("*.py")]
     assert len(files) > 80

@@ -71,6 +71,12 @@ def test_a_long_sentence_is_cut_with_a_warning_to_the_longest_that_fairseq_reads
     assert translator.translate("Hund. " * 1100, beam=1, max_len_b=5)
 
 
+def test_progress_comes_by_small_batches_on_a_cpu(translator):
+    done = []
+    translator.search_all([[5, 2]] * 40, translator.settings({"beam": 1, "max_len_b": 2}), done=done.append)
+    assert done == [32, 8]
+
+
 def test_a_letter_that_no_dictionary_has_is_the_unknown_word(translator):
     hund, unknown = translator.encode("Hund ☃", "line 1")
     assert (hund, unknown) == (translator.encode("Hund", "line 1")[0], translator.hub.task.source_dictionary.unk())

@@ -30,6 +30,11 @@ DEPENDENCIES = {
 }
 
 
+def test_nothing_is_installed_that_no_extra_names():
+    """Else the runtime would bring PyTorch."""
+    assert PROJECT["dependencies"] == []
+
+
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_dependencies_are_what_a_package_imports_and_allow_the_versions_of_the_requirements(package):
     files = [REPO / "requirements.txt", REPO / "examples" / "requirements.txt"]

@@ -41,7 +41,8 @@ def test_other_versions_of_python_are_refused(checkout, monkeypatch, version, st
 def test_packages_of_the_examples_come_with_a_set_up_that_has_nothing_else_to_do(checkout, monkeypatch):
     (checkout / ".venv").mkdir()
     shutil.copy(checkout / "requirements.txt", checkout / ".venv" / ".requirements")
-    fake_command(checkout / ".venv", "python", 'for word; do last=$word; done\necho "$last"\n', monkeypatch)
+    quiet = 'case " $* " in *" -q "*|*" --quiet "*) exit 1;; esac\n[ "$PIP_USE_PEP517" = 1 ] || exit 1\n'
+    fake_command(checkout / ".venv", "python", f'{quiet}for word; do last=$word; done\necho "$last"\n', monkeypatch)
     files = [f"{checkout}/examples/requirements.txt", f"{checkout}/examples/time_series/requirements.txt"]
     assert setup(checkout, "--examples").stdout.splitlines() == files
     assert setup(checkout).stdout == ""

@@ -309,6 +309,7 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(capsys, tmp_path, monkeypa
     sample transformer {tiny} --finetune-from-model {evolving} | '--finetune-from-model {evolving}: --ea-alpha is 0.0'
     multi30k-en-fr transformer_lite | de-en multi30k-en-fr en-fr
     sample transformer_lite --run {thesis} | {thesis} thesis.tex
+    sample transformer_lite --run a${x} | '--run a${x}: ${'
 """)
 def test_data_a_first_model_or_a_folder_that_do_not_suit_are_named(capsys, tmp_path, data, checkpoints, words, named):
     tiny = [*TINY, "--without", "encoder-normalize-before", "--without", "decoder-normalize-before"]
@@ -320,6 +321,12 @@ def test_data_a_first_model_or_a_folder_that_do_not_suit_are_named(capsys, tmp_p
     run = [] if "--run" in words else ["--run", str(tmp_path / "run")]
     words = [*words, "--data", str(data), "--gpus", "0", *run]
     check_refusal(capsys, train.main, words, named, writes_to=tmp_path, **places)
+
+
+def test_an_unknown_architecture_is_named_before_all_else(capsys):
+    with pytest.raises(SystemExit, match="ARCH ea_transformer_lit:"):
+        train.main(["sample", "ea_transformer_lit", "--gpus", "0", "--dry-run"])
+    assert capsys.readouterr() == ("", "")
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch):

@@ -161,6 +161,19 @@ def test_another_machine_does_not_stop_at_what_the_first_will_mend(tmp_path):
     assert run_folder.whole_last(tmp_path) is None
 
 
+class Begun(Exception):
+    """train.sh has become fairseq-train."""
+
+
+def test_another_machine_starts_beside_a_torn_checkpoint(data, tmp_path, monkeypatch):
+    """The first one mends it meanwhile."""
+    monkeypatch.setattr(os, "execve", mock.Mock(side_effect=Begun))
+    os.truncate(made_checkpoint(tmp_path / "checkpoint_last.pt", 30), 100)
+    with pytest.raises(Begun):
+        train.main([*map(str, command(data, tmp_path)), "--nodes", "2", "--node-rank", "1", "--master", "localhost"])
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_last.pt"]
+
+
 def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
     torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "checkpoint5.pt")
     made_checkpoint(tmp_path / "checkpoint4.pt", 40)
@@ -171,10 +184,6 @@ def test_weights_alone_are_not_gone_on_from(tmp_path, capsys):
         (tmp_path / name).unlink()
     with pytest.raises(UserError, match=f"{tmp_path}: .*none of its checkpoints; scripts/evaluate.sh can score"):
         run_folder.mend(tmp_path)
-
-
-class Begun(Exception):
-    """train.sh has become fairseq-train."""
 
 
 def test_a_checkpoint_that_is_not_allowed_is_no_damaged_one(tmp_path):
