@@ -85,6 +85,8 @@ def load_model(checkpoint: Path, run: Path, data: Path | None = None) -> tuple[T
         raise UserError(f"{checkpoint}: was trained for {task}; models for {' and '.join(TASKS)} can be exported")
     if task_of(state).get("add_bos_token"):
         raise UserError(f"{checkpoint}: was trained with --add-bos-token; exports start sentences with </s> alone")
+    if broken := next((name for name, weight in state["model"].items() if not weight.isfinite().all()), None):
+        raise UserError(f"{checkpoint}: {broken} has values that are not finite; choose another checkpoint")
     from ea_fairseq.export import reason_against
     from ea_fairseq.translator import of_checkpoints
 
