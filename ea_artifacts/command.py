@@ -19,7 +19,16 @@ from typing import Any, NoReturn
 
 #: The folder that holds scripts/, recipes/, data/, runs/ and results/.
 REPO = Path(__file__).resolve().parents[1]
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+ADVICE = {
+    errno.ENOENT: "check the path",
+    errno.EISDIR: "give the name of a file",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file stands in the place of a folder; choose another path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
+    errno.EROFS: "choose another path",
+    errno.EMFILE: "let the shell open more: ulimit -n 4096",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room and run it again"),
+}
 #: flag -> its values, as words
 Flags = dict[str, list[str]]
 
@@ -42,13 +51,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
 
 
+#: the greatest whole number that C's int holds, and so pools of processes, bars of progress and fairseq do
+C_INT_MAX = 2**31 - 1
+
+
 def at_least(least: int, kind: Callable[[str], float] = int) -> Callable[[str], Any]:
-    """An argparse type: a number of this kind that is not below `least`."""
+    """An argparse type: a number of this kind that is not below `least`, nor a whole one above ``C_INT_MAX``."""
 
     def number(text: str) -> float:
         value = kind(text)
         if not value >= least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
+        if kind is int and value > C_INT_MAX:
+            raise argparse.ArgumentTypeError(f"must be at most {C_INT_MAX}, not {text}")
         return value
 
     return number
@@ -105,12 +120,12 @@ def reporting(command: str, again: str = "run it again to go on") -> Iterator[No
 
 
 def explained(error: OSError) -> str:
-    """A refusal of the system as a sentence: the file, the fault, and the remedy for a full disk."""
+    """A refusal of the system as a sentence: the file, the fault and the remedy."""
     if not error.strerror:  # a library raised it, in its own words
         return str(error)
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]  # not a file's number
     message = ": ".join(filter(None, (" -> ".join(map(os.fsdecode, names)), error.strerror)))
-    return f"{message}; make room and run it again" if error.errno in FULL_DISK else message
+    return f"{message}; {ADVICE[error.errno]}" if error.errno in ADVICE else message
 
 
 def ignore_warnings() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,13 +188,20 @@ class Preparation:
         return {**rules, **moses, **{name: getattr(self, name) for name in (*FORM, "escape", "unicode")}}
 
     def keep(self, run: Path) -> None:
-        """Copy the files that a model needs into RUN/prepared; an earlier copy is replaced."""
+        """Copy the files that a model needs into RUN/prepared, in one step; an earlier copy is replaced."""
         kept = run / KEPT
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.mkdir(parents=True)
-        for path in (self.folder / FILE, *self.files()):
-            shutil.copyfile(path, kept / path.name)
-        (kept / DIGEST).write_text(self.digest() + "\n", encoding="utf-8")
+        new, old = (run / f".{KEPT}.{os.getpid()}.{kind}" for kind in ("new", "old"))
+        try:
+            new.mkdir(parents=True)
+            for path in (self.folder / FILE, *self.files()):
+                shutil.copyfile(path, new / path.name)
+            (new / DIGEST).write_text(Preparation.at(new).digest() + "\n", encoding="utf-8")
+            if kept.exists():
+                kept.replace(old)
+            new.replace(kept)
+        finally:
+            for folder in (new, old):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def require_same(self, data: Preparation, run: Path) -> None:
         """Refuse data that were prepared in another way than this, `run`'s own, naming each difference."""

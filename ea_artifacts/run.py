@@ -67,9 +67,14 @@ class Run:
         raise MissingError(f"{run}: {'has no checkpoint' if run.is_dir() else 'no such folder'}")
 
     def choose(self, tell: Callable[[str], None]) -> Path:
-        """``model``, after `tell` was given its name."""
+        """``model``, after `tell` was given its name, and a note where the training went on after it was averaged."""
         model = self.model()
         tell(f"the model of {self.path} is {model.name}")
+        last = model.with_name("checkpoint_last.pt")
+        if not model.name.startswith("checkpoint") and last.is_file():
+            before, after = updates_of(model), updates_of(last)
+            if 0 <= before < after:
+                tell(f"note: {model} was made after {before:,} updates, and the training went on to {after:,}")
         return model
 
     def _recorded(self) -> str:

@@ -1,5 +1,6 @@
 """Files are replaced when they are complete, and mistakes are one line."""
 
+import errno
 import os
 import shlex
 import shutil
@@ -77,7 +78,7 @@ def test_sigterm_leaves_no_temporary_file(tmp_path):
 def test_a_refusal_of_the_system_is_one_line(tmp_path):
     with pytest.raises(SystemExit) as end, reporting("tool"):
         (tmp_path / "absent").read_text()
-    assert end.value.code == f"tool: {tmp_path / 'absent'}: No such file or directory"
+    assert end.value.code == f"tool: {tmp_path / 'absent'}: No such file or directory; check the path"
 
 
 def test_warnings_that_users_cannot_change_are_hidden():
@@ -159,3 +160,16 @@ def test_the_record_says_which_checkpoint_is_the_model(tmp_path, capsys):
         (copy / "model.json").write_text(content)
         with pytest.raises(UserError, match=r"model\.json "):
             Run(copy).model()
+
+
+def test_an_average_from_before_the_training_went_on_is_noted(tmp_path, capsys):
+    made_checkpoint(tmp_path / "average3.pt", 100)
+    for updates, noted in ((100, False), (150, True)):
+        made_checkpoint(tmp_path / "checkpoint_last.pt", updates)
+        assert Run(tmp_path).choose(say) == tmp_path / "average3.pt"
+        assert ("was made after 100 updates, and the training went on to 150" in capsys.readouterr().err) == noted
+
+
+def test_too_many_open_files_have_advice():
+    with pytest.raises(SystemExit, match=r"tool: a: Too many open files; .*ulimit -n"), reporting("tool"):
+        raise OSError(errno.EMFILE, "Too many open files", "a")
