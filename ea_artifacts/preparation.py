@@ -273,4 +273,4 @@ def file_difference(ours: Path, other: Path) -> str | None:
     for number, (here, there) in enumerate(pairs, 1):
         if here != there:
             return f"{ours.name}, line {number}: {here!r} in the run's, {there!r} in {other}"
-    return f"{ours.name}: other ends of lines"
+    return f"{ours.name}: the same lines with other ends, or a byte-order mark; prepare the data anew"

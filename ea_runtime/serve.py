@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel, FailFast, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from ea_runtime import __version__
@@ -41,8 +41,9 @@ FIXED = 20
 BACKLOG = 1024
 #: The page loads nothing from elsewhere; this header lets the browser enforce that.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-#: Above 0.
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: A limit in numbers, and one in time.
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Seconds = Annotated[float, Field(ge=0.001, le=1_000_000)]
 #: Ends a request that no client waits for any more; uvicorn drops the answer.
 GONE = (499, "the client has closed the connection")
 
@@ -51,27 +52,27 @@ class Limits(BaseModel, frozen=True, extra="forbid", strict=True):
     """The most that the server accepts; everything above is refused with a status and a sentence."""
 
     #: open together
-    connections: PositiveInt = 200
+    connections: Count = 200
     #: until the headers of a request are complete
     headers: Seconds = 10.0
     #: of a request's body
-    bytes: PositiveInt = 250_000
+    bytes: Count = 250_000
     #: of a request
-    lines: PositiveInt = 100
+    lines: Count = 100
     #: of a request's lines together
-    total_letters: PositiveInt = 25_000
+    total_letters: Count = 25_000
     #: of a line
-    words: PositiveInt = 250
+    words: Count = 250
     #: of a line
-    letters: PositiveInt = 2_500
+    letters: Count = 2_500
     #: of a word, by spaces; the time that subwords take grows with the square of its length
-    word_letters: PositiveInt = 500
+    word_letters: Count = 500
     #: width of the search; also where a request sets none
-    beam: PositiveInt = 20
+    beam: Count = 20
     #: of a line, beam x (subwords + FIXED); one call of the translator, which nothing can interrupt, has twice as much
-    work: PositiveInt = 1_500
+    work: Count = 1_500
     #: lines of all requests that wait for the translator
-    waiting: PositiveInt = 1_000
+    waiting: Count = 1_000
     #: from a request's arrival to its answer
     seconds: Seconds = 30.0
 

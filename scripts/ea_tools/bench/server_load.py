@@ -9,20 +9,23 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 
+Translations = list[dict[str, Any]]  # of a line, best first: "text" and "score"
 
-def load(address: str, lines: list[str], clients: int) -> tuple[dict[int, str], str]:
+
+def load(address: str, lines: list[str], clients: int) -> tuple[dict[int, Translations], str]:
     """Send each line as a request, `clients` at a time. Returns the answers by line number, and the timings."""
     seconds: list[float] = []
 
-    def send(line: str) -> str:
+    def send(line: str) -> Translations:
         begin = time.perf_counter()
         answer = client.post("/translate", json={"lines": [line]}).raise_for_status()
         seconds.append(time.perf_counter() - begin)
-        (translation,) = answer.json()["translations"]
-        return translation
+        (translations,) = answer.json()["translations"]
+        return translations
 
     begin, limits = time.perf_counter(), httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     with httpx.Client(base_url=address, timeout=60, limits=limits) as client, ThreadPoolExecutor(clients) as pool:
@@ -40,5 +43,8 @@ def main() -> None:
     parser.add_argument("requests", type=int, help="how many, one line each; the input is repeated where it is short")
     parser.add_argument("clients", type=int, help="how many at once, each with one request at a time")
     args = parser.parse_args()
-    lines = itertools.islice(itertools.cycle(sys.stdin.read().splitlines()), args.requests)
+    text = sys.stdin.read().splitlines()
+    if not text or args.requests < 2 or args.clients < 1:
+        parser.error("expected lines on standard input, 2 requests or more, and 1 client or more")
+    lines = itertools.islice(itertools.cycle(text), args.requests)
     print(load(args.address, list(lines), args.clients)[1])

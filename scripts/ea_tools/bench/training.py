@@ -191,4 +191,6 @@ def fairseq_keeps_peak() -> Iterator[None]:
 def resident(field: str) -> int:
     """Bytes of this process in memory: now (VmRSS) or at most so far (VmHWM)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    if field not in fields:
+        raise UserError(f"/proc/self/status has no {field}; --memory-batches 0 leaves memory out")
     return int(fields[field].split()[0]) * 1024
