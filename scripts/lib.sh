@@ -8,9 +8,12 @@ python=$repo/.venv/bin/python
 # Python finds ea_fairseq, ea_tools and ea_data by this path: none of them is installed.
 export PYTHONPATH=$repo:$repo/scripts:$repo/data-prep${PYTHONPATH:+:$PYTHONPATH}
 
-# PyTorch's threads wait for each other many times a step. By default they wait in a loop, which takes the processor from
-# threads that have work, on a machine that is busy: docs/performance.md has the cost. GOMP_SPINCOUNT overrules this.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# PyTorch's threads wait for each other many times a step. By default they wait in a loop for milliseconds, which takes the
+# processor from threads that have work, on a machine that is busy. Here they go to sleep after about the time that waking up
+# takes: docs/performance.md has the cost.
+if [ -z "${OMP_WAIT_POLICY:-}" ]; then
+    export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
+fi
 
 die() {
     echo "${0##*/}: $*" >&2

@@ -66,9 +66,13 @@ def test_what_set_up_says_is_not_the_commands_output(checkout):
     assert (result.stdout, result.stderr) == (f"{checkout}\n", "set-up done\n")
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "active")])
-def test_threads_of_commands_wait_without_a_loop_unless_the_user_decides(given, expected):
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
-    command = ["bash", "-c", f"source {REPO}/scripts/lib.sh; printenv OMP_WAIT_POLICY"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "1000"), ({"OMP_WAIT_POLICY": "active"}, ""), ({"GOMP_SPINCOUNT": "7"}, "7")]
+)
+def test_threads_of_commands_soon_sleep_while_they_wait_unless_the_user_decides(given, expected):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    command = ["bash", "-c", f"source {REPO}/scripts/lib.sh; printenv GOMP_SPINCOUNT || true"]
+    result = subprocess.run(command, env=environment | given, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == expected
