@@ -69,18 +69,28 @@ _duplicate_in_place = rdrop.duplicate_input
 _load_state_dict = FairseqOptimizer.load_state_dict
 
 
+def layers_to_keep(state: dict[str, Tensor], model_cfg: Any, side: str) -> list[int]:
+    """The layers of a side in a state dict that the options keep: all, where they name none or as many as there are.
+
+    Checkpoints of a model that was pruned when it was loaded have as many, and the options still name them.
+    """
+    layers = {int(m[1]) for key in state if (m := re.match(rf"{side}\..*?layers\.(\d+)\.", key))}
+    named = getattr(model_cfg, f"{side}_layers_to_keep", None)
+    kept = {int(number) for number in named.split(",")} if named else layers
+    return sorted(kept if len(kept) < len(layers) else layers)
+
+
 def _prune_one_side(state_dict: dict[str, Tensor], model_cfg: Any) -> dict[str, Tensor]:
     """A state dict without the layers that the options of either side leave out.
 
     fairseq leaves out the whole other side, unless the options name its layers, too.
     """
-    sides = {"encoder", "decoder"}
-    named = {side for side in sides if getattr(model_cfg, f"{side}_layers_to_keep", None)}
-    for other in sides - named if named else ():
-        numbers = {m[1] for key in state_dict if (m := re.match(rf"{other}\..*?layers\.(\d+)\.", key))}
-        if numbers:  # a language model has one side, and options of it alone
-            with open_dict(model_cfg) if OmegaConf.is_config(model_cfg) else contextlib.nullcontext():
-                setattr(model_cfg, f"{other}_layers_to_keep", ",".join(numbers))  # fairseq takes both out
+    sides = ("encoder", "decoder")
+    if any(getattr(model_cfg, f"{side}_layers_to_keep", None) for side in sides):
+        for side in sides:
+            if kept := layers_to_keep(state_dict, model_cfg, side):  # a language model has one side, and its options
+                with open_dict(model_cfg) if OmegaConf.is_config(model_cfg) else contextlib.nullcontext():
+                    setattr(model_cfg, f"{side}_layers_to_keep", ",".join(map(str, kept)))
     return _prune_both_sides(state_dict, model_cfg)
 
 

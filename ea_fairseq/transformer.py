@@ -23,6 +23,7 @@ from evolving_attention.evolution import Geometry
 
 from . import decoding
 from .attention import DecoderAttention, IncrementalState
+from .compatibility import layers_to_keep
 from .dropout import adopt_dropout
 from .from_plain import accept_first_model
 from .layers import EADecoderLayer, EAEncoderLayer
@@ -246,8 +247,7 @@ def without_first_layers_evolution(state: dict[str, Tensor], model: nn.Module, m
     """
     own = model.state_dict().keys()
     for side in ("encoder", "decoder"):
-        if kept := getattr(model_cfg, f"{side}_layers_to_keep", None):
-            first = min(int(number) for number in kept.split(","))
+        if first := min(layers_to_keep(state, model_cfg, side), default=0):
             left = re.compile(rf"({side}\..*?layers\.){first}(\.\w+_attn\.evolution\..*)")
             state = {k: x for k, x in state.items() if not (m := left.fullmatch(k)) or f"{m[1]}0{m[2]}" in own}
     return state

@@ -363,7 +363,9 @@ def test_layers_of_one_side_may_be_left_out(side, kept, flags):
     layers = [fewer.get_submodule(side).layers, whole.get_submodule(side).layers]
     for layer, number in zip(layers[0], kept.split(","), strict=True):
         assert torch.equal(layer.fc1.weight, layers[1][int(number)].fc1.weight)
-    fewer.load_state_dict(fewer.state_dict(), model_cfg=options)  # those that fairseq saves leave out no more
+    again = model_args(*flags, f"--{side}-layers-to-keep", kept)  # of the same command, which goes on
+    for saved_or_given in (options, again):
+        fewer.load_state_dict(fewer.state_dict(), model_cfg=saved_or_given)
 
 
 @pytest.mark.slow
