@@ -21,10 +21,10 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.testing import assert_close
 
 
-def model_and_batches(dropout=0.0):
+def model_and_batches(*more, dropout=0.0):
     torch.manual_seed(1)
     flags = ["--ea-alpha", 0.5, "--ea-beta", 0.5, "--attention-dropout", dropout]
-    flags += ["--ea-decoder-alpha", 0.2, "--ea-cross-alpha", 0.1]
+    flags += ["--ea-decoder-alpha", 0.2, "--ea-cross-alpha", 0.1, *more]
     model = amplify_(build("ea_transformer_base", *flags, train=True), 2)
     return model, [(batch([5, 3], seed=n), None, batch([4, 2], eos_first=True, seed=n)) for n in range(2)]
 
@@ -96,18 +96,18 @@ def whole_gradients(model):
 
 
 # Around attentions alone, norms would get bfloat16 beside fairseq's float32 positions, which PyTorch refuses.
-CASES = [(False, level) for level in LEVELS] + [(True, "both")]
+CASES = [(False, level) for level in LEVELS] + [(True, "both"), (False, "both", "--ea-learn-mix")]
 
 
 def worker(rank, address):
     distributed.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=2)
-    for low_precision, level in CASES:
+    for low_precision, level, *flags in CASES:
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if low_precision else {}
-        model, batches = model_and_batches()
+        model, batches = model_and_batches(*flags)
         expected = gradients(model.bfloat16() if low_precision else model, batches)
         size = max(gradient.float().norm() for gradient in expected.values())
         for wrap in (with_fsdp2, with_fsdp1):
-            model = wrap(model_and_batches()[0], level, dtypes)
+            model = wrap(model_and_batches(*flags)[0], level, dtypes)
             loss(model, batches[rank]).backward()
             ours = whole_gradients(model)
             assert ours.keys() == expected.keys()
@@ -119,7 +119,7 @@ def worker(rank, address):
 
 @pytest.mark.slow
 def test_two_processes_under_fsdp_equal_one():
-    """FSDP of both versions, around layers and around attentions, in float32 and in bfloat16."""
+    """FSDP of both versions, around layers and around attentions, in float32 and in bfloat16, with learnt shares."""
     log, _ = warm.two_ranks(lambda rank, address: [sys.executable, __file__, rank, address])
     assert log.count("equal") == 2 * len(CASES)
 
