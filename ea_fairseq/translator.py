@@ -17,6 +17,7 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.tasks import TASK_REGISTRY
 from fairseq.tasks.translation import TranslationTask
+from fairseq.tasks.translation_lev import TranslationLevenshteinTask
 
 from ea_artifacts.checkpoints import fitting, of_model, peek, task_of
 from ea_artifacts.command import MissingError, UserError, hint
@@ -39,6 +40,8 @@ SEARCH_SETTINGS = (
     *("temperature", "no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp"),
     *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
 )
+#: Those that fairseq's refinement reads, of models that write all words at once; its beam is of lengths.
+REFINEMENT_SETTINGS = ("beam", "iter_decode_max_iter", "iter_decode_eos_penalty", "iter_decode_force_max_iter")
 #: The most tokens of a batch, padding included: on a CPU as fairseq-interactive has it, on a GPU as fairseq-generate.
 TOKENS = {"cpu": 4096, "cuda": 12_000}
 
@@ -54,6 +57,7 @@ class FairseqTranslator(Translator):
         words = hub.task.source_dictionary.symbols, hub.task.target_dictionary.symbols
         super().__init__(text, *words, (longest, longest) if isinstance(longest, int) else longest)
         self.hub, self.checkpoints = hub.eval(), tuple(checkpoints)
+        self._refines = isinstance(hub.task, TranslationLevenshteinTask)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({':'.join(map(str, self.checkpoints))})"
@@ -73,20 +77,26 @@ class FairseqTranslator(Translator):
     def kinds(self) -> dict[str, type]:
         """The settings of fairseq-generate that the search reads, and their types."""
         types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(GenerationConfig)}
-        return {name: types[name] for name in SEARCH_SETTINGS}
+        return {name: types[name] for name in (REFINEMENT_SETTINGS if self._refines else SEARCH_SETTINGS)}
 
     def settings(self, given: dict[str, Any]) -> GenerationConfig:
         """See ``Translator``."""
         chosen = {name: value for name, value in given.items() if value is not None}
+        if self._refines and chosen.get("lenpen") == 1:
+            del chosen["lenpen"]  # as the commands' default
         for name, value in chosen.items():
             _check_setting(name, value, self.kinds)
         Settings(**{name: chosen[name] for name in ("beam", "lenpen") if name in chosen})  # which knows their limits
+        if self._refines:  # it gives one translation, of the best of these lengths
+            chosen |= {"beam": 1, "iter_decode_with_beam": chosen.get("beam", GenerationConfig.beam)}
         return GenerationConfig(**chosen)
 
     def search_ids(
         self, sources: Sequence[Sequence[int]], settings: GenerationConfig, prefixes: Sequence[Sequence[int]] | None
     ) -> list[list[Hypothesis]]:
         """See ``Translator``."""
+        if prefixes and self._refines:
+            raise ValueError("prefixes: a model that writes all words at once takes none; leave them out")
         tokens = [torch.tensor(source) for source in sources]
         data = self.hub.task.build_dataset_for_inference(tokens, list(map(len, tokens)))
         batch = utils.apply_to_sample(

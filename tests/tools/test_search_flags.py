@@ -10,13 +10,19 @@ import pytest
 import torch
 from helpers import REPO
 from helpers.mistakes import mistakes
+from helpers.toy import untrained_run
 
+import ea_fairseq
 from ea_artifacts.command import UserError
 from ea_artifacts.files import read_lines
 from ea_artifacts.preparation import Preparation
 from ea_data.binary import read_sentences
+from ea_runtime.translator import BOS
 from ea_tools.training import products
 from ea_tools.translating import evaluate, model, translate
+
+#: flags of fairseq-generate, the last for the number of lengths
+REFINEMENT = ["--task", "translation_lev", "--iter-decode-with-beam"]
 
 
 def opened(run, *flags):
@@ -75,24 +81,52 @@ def test_both_commands_translate_in_bf16(data, run, tmp_path, monkeypatch):
     assert (tmp_path / "fp32").read_text() == (tmp_path / "bf16").read_text()
 
 
+@pytest.fixture(scope="module")
+def refining(data, tmp_path_factory):
+    """A run whose decoder writes all words at once."""
+    folder = tmp_path_factory.mktemp("refining") / "run"
+    return untrained_run(data, folder, "ea_cmlm_transformer", "--task", "translation_lev", "--noise", "random_mask")
+
+
+@mistakes("""
+    --lenpen 0.5 | 'lenpen: '
+    -- --max-len-b 9 | '-- --max-len-b: '
+""")
+def test_what_refinement_does_not_know_is_refused(refining, tmp_path, words, named):
+    (tmp_path / "in").write_text("Hund.\n")
+    with pytest.raises(SystemExit, match=re.escape(*named)):
+        translate.main(["--run", str(refining), "--input", str(tmp_path / "in"), *words])
+    for name, value in (("prefixes", ["dog"]), ("n_best", 2)):
+        with pytest.raises(ValueError, match=name):
+            ea_fairseq.load(refining).translate(["Hund."], **{name: value})
+
+
+GENERATED = {
+    "greedy": ("run", 1, [], []),
+    "beam": ("run", 5, [], ["--max-len-b", "20", "--no-repeat-ngram-size", "2"]),
+    "length penalty": ("run", 5, ["--lenpen", "0.3"], []),
+    "refinement": ("refining", 3, [], ["--iter-decode-max-iter", "2"]),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("beam", "flags"), [(1, []), (5, ["--max-len-b", "20", "--no-repeat-ngram-size", "2"]), (5, ["--lenpen", "0.3"])]
-)
-def test_translations_are_fairseq_generates(data, run, beam, flags):
+@pytest.mark.parametrize(("kind", "beam", "own", "others"), GENERATED.values(), ids=GENERATED)
+def test_translations_are_fairseq_generates(data, kind, beam, own, others, request):
     """The same words and scores as by the command that a user of fairseq types."""
-    checkpoint = run / "checkpoint3.pt"
+    run = request.getfixturevalue(kind)
+    name, task = {"run": ("checkpoint3.pt", ["--beam"]), "refining": ("checkpoint_last.pt", REFINEMENT)}[kind]
     program = str(Path(sys.executable).with_name("fairseq-generate"))
-    given = ("--path", checkpoint, "--user-dir", REPO / "ea_fairseq", "--beam", beam, "--batch-size", 4, "--cpu")
+    given = ("--path", run / name, "--user-dir", REPO / "ea_fairseq", *task, beam, "--batch-size", 4, "--cpu")
     given += ("--required-batch-size-multiple", 1)  # else it leaves two sentences out
-    done = subprocess.run([program, data, *map(str, given), *flags], capture_output=True, text=True, check=True)
+    command = [program, data, *map(str, given), *own, *others]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = dict(re.findall(r"^H-(\d+)\t(.*)$", done.stdout, re.M))
-    own, others = (flags, []) if flags[:1] == ["--lenpen"] else ([], flags)
-    translator, settings = opened(run, "--beam", str(beam), *own, "--", "--cpu", *others)
+    args = translate.parse(["--run", str(run), "--beam", str(beam), *own, "--", "--cpu", *others])
+    translator, settings = model.open_model(args, [run / name], None)
     sources = read_sentences(Preparation.at(data).binary("test", "de"))
     found = translator.search_all(sources, settings)
     assert len(found) == len(lines) == len(read_lines(data / "raw/test.de"))
     for number, (best, *_) in enumerate(found):
         score, words = lines[str(number)].split("\t")
-        assert " ".join(translator._target[token] for token in best.tokens) == words
+        assert " ".join(translator._target[token] for token in best.tokens if token != BOS) == words
         assert best.score / math.log(2) == pytest.approx(float(score), abs=2e-4)  # it prints four places of some
