@@ -172,7 +172,7 @@ class Preparation:
         return whole.hexdigest()[:16]
 
     def check_dictionaries(self) -> None:
-        """Raise UserError unless the codes and dictionaries are there, equal where they should be, and fairseq's."""
+        """Raise UserError unless codes and dictionaries are there, fairseq reads these, and equal ones are equal."""
         needed = [*(f"dict.{code}.txt" for code in self.languages), CODES[self.bpe]]
         for name in needed:
             if not (self.folder / name).is_file():

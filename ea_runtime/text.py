@@ -16,6 +16,7 @@ import regex
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 from subword_nmt.apply_bpe import BPE
 
+from ea_artifacts.command import UserError
 from ea_artifacts.preparation import CODES, FILE, Preparation
 
 NON_PRINTING = regex.compile(r"\p{C}")
@@ -134,7 +135,7 @@ def segmenter(path: Path, vocabulary: Iterable[str] | None = None) -> BPE:
     """The splitter of words by a file of codes in subword-nmt, with the allowed subwords if not all are.
 
     Raises:
-        ValueError: it is no file of codes.
+        UserError: it is no file of codes.
     """
     codes = path.read_text(encoding="utf-8")
     # A file of this first line alone has no merges; subword-nmt takes it for a damaged one.
@@ -143,7 +144,7 @@ def segmenter(path: Path, vocabulary: Iterable[str] | None = None) -> BPE:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             bpe = BPE(io.StringIO(codes), merges=0 if no_merges else -1, vocab=vocabulary and set(vocabulary))
     except SystemExit:  # it says why, and ends the program
-        raise ValueError(f"{path}: {said.getvalue().partition(chr(10))[0]}") from None
+        raise UserError(f"{path}: {said.getvalue().partition(chr(10))[0]}") from None
     bpe.cache = ShortWords()
     return bpe
 

@@ -93,7 +93,7 @@ class Corpus:
 
 
 def sample() -> Corpus:
-    """A small German-English corpus, made from a grammar, which is in this repository.
+    """A small German-English corpus in this repository, made from a grammar.
 
     To learn: gender, number and case of articles and adjectives; the verb's second place, its place at the end of a
     subordinate clause, and separable prefixes; perfect, future and modal verbs; "nicht" and "kein"; place and direction
@@ -235,7 +235,9 @@ def _test_names(prefixes: list[str]) -> list[str]:
     return names if len(set(names)) == len(names) else prefixes
 
 
-def custom(name: str, source: str, target: str, train: list[str], valid: str, tests: list[str], rules: Rules) -> Corpus:
+def custom(
+    name: str, source: str, target: str, train: list[str], valid: str | None, tests: list[str], rules: Rules
+) -> Corpus:
     """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz.
 
     Text that was published in tokens is taken as it is with --tokenised; text in subwords with --tokenised and
@@ -251,7 +253,7 @@ def custom(name: str, source: str, target: str, train: list[str], valid: str, te
         source_lang=source,
         target_lang=target,
         train=sum(map(part, train), ()),
-        valid=part(valid) if valid else (),
+        valid=() if valid is None else part(valid),
         tests=dict(zip(_test_names(tests), map(part, tests), strict=True)),
         rules=rules,
     )

@@ -52,6 +52,8 @@ class Pipeline:
         self.corpus, self.rules, self.out, self.workers, self.command = corpus, corpus.rules, out, workers, command
         self.codes = subwords.given_codes(corpus.codes) if corpus.codes else None
         self.earlier = corpus.like
+        if self.earlier:  # codes are read now, and not after hours
+            subwords.Apply(self.earlier.folder, self.earlier.bpe, self.earlier.languages)
         self.languages = (corpus.source_lang, corpus.target_lang)  # as file names have them
         # For Moses.
         self.spoken = self.earlier.moses_languages if self.earlier else tuple(map(base_language, self.languages))
@@ -148,7 +150,9 @@ class Pipeline:
                     for file, line in zip(files[kept % every == 0], row, strict=False):
                         file.write(line)
         if not kept:
-            raise UserError(none_left(outputs[0][0].stem, dropped))
+            counts = ", ".join(f"{count:,} {fault}" for fault, count in dropped.items()) or "there was none"
+            options = "--max-length, --max-ratio or --valid-every"
+            raise UserError(f"{outputs[0][0].stem}: no pair is left: {counts}; give other text, or change {options}")
         return {"in": kept + dropped.total(), "out": kept, "dropped": dict(dropped)}
 
     # --- tokens -----------------------------------------------------------------------------------------------------
@@ -361,12 +365,6 @@ def _copy(files: Iterable[Path], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for path in files:
         shutil.copyfile(path, folder / path.name)
-
-
-def none_left(split: str, dropped: Counter[str]) -> str:
-    """The message where every pair was dropped, or the split had none."""
-    counts = ", ".join(f"{count:,} {fault}" for fault, count in dropped.items())
-    return f"{split}: no pair is left{': ' * bool(counts)}{counts}; give other text, or other options"
 
 
 def versions() -> dict[str, str]:

@@ -49,7 +49,7 @@ def parse(command: str, words: Sequence[str]) -> tuple[argparse.Namespace, Corpu
     else:
         make, pairs = corpora.PUBLIC[command]
         parser.description = inspect.getdoc(make)
-        parser.add_argument("--raw", type=Path, metavar="DIR", help="archives or files (default: downloads)")
+        parser.add_argument("--raw", type=Path, metavar="DIR", help="archives or files (default: the corpus's own)")
         if pairs:
             parser.add_argument("pair", choices=pairs, help="source and target language")
     add_common_options(parser)
@@ -94,13 +94,7 @@ def add_custom_options(parser: argparse.ArgumentParser) -> None:
     valid = parser.add_mutually_exclusive_group(required=True)
     valid.add_argument("--valid", metavar="PREFIX", help="kept whole and aligned, as are tests")
     valid.add_argument("--valid-every", type=at_least(2), metavar="N", help="every N-th training pair is validation")
-    add(
-        "--test",
-        nargs="+",
-        default=[],
-        metavar="PREFIX",
-        help="for fairseq: test, test1, ... in this order",
-    )
+    add("--test", nargs="+", default=[], metavar="PREFIX", help="for fairseq: test, test1, ... in this order")
     add("--name", help="name of the data (default: that of --out, else custom-XX-YY)")
     none = "none: sentencepiece splits raw text (default: moses where it has rules for both languages, else none)"
     add("--tokenizer", choices=["moses", "none"], help=none)

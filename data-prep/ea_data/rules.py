@@ -16,7 +16,7 @@ OTHER_SPACE = re.compile(r"[^\S ]")  # whatever str.split() takes for white spac
 
 
 def in_turn(steps: Sequence[Callable[[Any], Any]], chunk: Chunk) -> Any:
-    """What several functions make of a chunk, each of what the one before it gives."""
+    """Apply several functions to a chunk, each to the result of the one before."""
     return reduce(lambda lines, step: step(lines), steps, chunk)
 
 

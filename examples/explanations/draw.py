@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_artifacts.command import Parser, positive
+from ea_artifacts.command import Parser, positive, reporting
 from evolving_attention.evolution import Evolution, mix
 from examples.explanations.explain import Classifier
 from examples.explanations.measures import lime
@@ -85,11 +85,12 @@ def main(words: list[str] | None = None) -> None:
     add("--samples", type=positive, default=1000, metavar="N", help="of LIME (default: 1000)")
     add("--out", type=Path, default=Path("maps.png"), metavar="FILE", help="(default: maps.png)")
     args = parser.parse_args(words)
-    if args.lime:
-        figure = rationales(args.models, args.sentence, args.lime, args.samples)
-    else:
-        figure = draw(args.models, args.sentence)
-    figure.savefig(args.out, dpi=100)
+    with reporting("draw"):
+        if args.lime:
+            figure = rationales(args.models, args.sentence, args.lime, args.samples)
+        else:
+            figure = draw(args.models, args.sentence)
+        figure.savefig(args.out, dpi=100)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ LIME explains the model with plain attention, and one whose BERT evolves.
 Axes: B batch, T subwords. Masks: True = padded.
 """
 
+import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -133,7 +134,12 @@ def main(words: list[str] | None = None) -> None:
     add("--out", type=Path, metavar="FILE", help="also write the numbers here, as JSON")
     args = parser.parse_args(words)
     with reporting("eraser"):
-        splits = [read(args.folder, split) for split in ("train", "test")]
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train each system, explain it, print the measures, and write them."""
+    splits = [read(args.folder, split) for split in ("train", "test")]
     labels, results = sorted({one.label for one in splits[0]}), {}
     examples, tests = ([one._replace(label=labels.index(one.label)) for one in split] for split in splits)
     for name, (in_bert, behind, methods) in SYSTEMS.items():

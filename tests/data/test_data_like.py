@@ -108,17 +108,19 @@ def test_validation_text_that_is_given_has_plain_apostrophes_too(text, before, t
     --like {tmp}/page | {tmp}/page/dict.de.txt:1:
     --like {tmp}/twice | {tmp}/twice/dict.de.txt:3:
     --like {tmp}/lacks | {tmp}/lacks/dict.en.txt
+    --like {tmp}/torn | {tmp}/torn/code 'line 2'
     --like {tmp}/other | '{tmp}/other/PREP.json: source_lang' None
     --out {before} | '--like {before}: is the folder' --out
 """)
 def test_an_earlier_preparation_that_cannot_be_used_is_named(before, tmp_path, words, named, capsys):
-    for name in ("differ", "lacks", "page", "twice"):
+    for name in ("differ", "lacks", "page", "torn", "twice"):
         shutil.copytree(before, tmp_path / name)
     for language in ("de", "en"):
         (tmp_path / f"page/dict.{language}.txt").write_text("<html>\n")
         (tmp_path / f"twice/dict.{language}.txt").write_text("a 2\nb 1\na 1\n")
     (tmp_path / "differ/dict.en.txt").write_text("other 1\n")
     (tmp_path / "lacks/dict.en.txt").unlink()
+    (tmp_path / "torn/code").write_text("#version: 0.2\na")
     write(tmp_path / "other/PREP.json", ['{"task": "CoLA"}'])  # as of data for other tasks
     words = [*CUSTOM, "--out", tmp_path / "out", "--like", before, *words]
     check_refusal(capsys, prepare.main, words, named, writes_to=tmp_path, tmp=tmp_path, before=before)
