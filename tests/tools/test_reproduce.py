@@ -134,6 +134,17 @@ def test_a_table_says_how_many_checkpoints_are_averaged(toy, capsys):
         assert f" --average {average} --subset test" in capsys.readouterr().out
 
 
+def test_rows_that_differ_in_the_average_alone_share_a_run(toy, capsys):
+    path = toy / "tiny.toml"
+    path.write_text(
+        f'{path.read_text()}[[row]]\nlabel = "Fewer"\narch = "transformer"\nflags = {json.dumps(TINY)}\naverage = 3\n'
+    )
+    reproduce.main([str(path), "--dry-run", "--rows", "Plain", "Fewer"])
+    said = capsys.readouterr().out
+    assert said.count("train.sh") == 1
+    assert re.findall(r"--average (\d+) --subset test", said) == ["10", "3"]
+
+
 def test_a_fresh_clone_writes_the_same_table(toy, capsys):
     """From the records alone: without the runs, and without the data that the paired tests were made with."""
     pretend(toy, "Plain", better=False)

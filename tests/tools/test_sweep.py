@@ -30,7 +30,8 @@ class Trainings:
             return False
         assert evaluate[-2:] == ["--subset", "valid"], "the test set has no part in a choice"
         score = SCORES.get(key, 20.0) + SEEDS[seed]
-        result = evaluation(score, subset="valid", settings_name=cell.settings)
+        ((subset, settings),) = cell.scores
+        result = evaluation(score, subset=subset, settings_name=settings)
         write_evaluation(cell.folder, result, ["a"])
         return True
 

@@ -16,7 +16,7 @@ from ea_tools.figures import style
 from ea_tools.metrics import LABELS
 from ea_tools.profile_model import profile
 from ea_tools.tables.records import UNKNOWN, Records, Score, Text, Training, text_of
-from ea_tools.tables.table import Column, Row, Table
+from ea_tools.tables.table import Column, Row, Table, settings
 from ea_tools.training import recipes, train
 
 SIGNIFICANT = 0.05
@@ -88,7 +88,7 @@ def gather(table: Table, records: Records, seeds: Iterable[int], average: int | 
     entries: Entries = {}
     for row, column in itertools.product(table.rows, table.columns):
         runs = {seed: table.run(row, column.recipe, seed) for seed in seeds}
-        key = column.subset, table.settings(row, average)
+        key = column.subset, settings(table.averaged(row, average))
         found = {seed: records.rows.get((run, *key)) for seed, run in runs.items()}
         scores = {seed: one for seed, one in found.items() if one and column.metric in one["scores"]}
         entries[row.label, column.label] = Entry(column.metric, row.paper.get(column.key), scores)

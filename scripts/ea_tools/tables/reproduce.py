@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import queue
 import shlex
@@ -48,8 +49,7 @@ class Cell:
     run: str  # RECIPE/NAME
     folder: Path
     data: Path
-    subsets: list[str]  # to score
-    settings: str  # the name that evaluate.sh gives to the search and the average
+    scores: list[tuple[str, str]]  # splits, with the name that evaluate.sh gives to the search and the average
     commands: list[list[str]]  # train, then translate and score each split
 
 
@@ -141,8 +141,8 @@ def fill(
     if not args.dry_run:
         with opened(args.results) as records:
             for one in cells:
-                for subset in one.subsets:
-                    records.keep(one.folder, one.run, subset, one.settings)
+                for subset, settings in one.scores:
+                    records.keep(one.folder, one.run, subset, settings)
             entries = page.gather(table, records, dict.fromkeys([*table.seeds, *seeds]), args.average)
         page.write(table, entries, args.results)
     return failed
@@ -150,14 +150,17 @@ def fill(
 
 def cell(table: Table, row: Row, recipe: str, seed: int, args: argparse.Namespace, extra: Sequence[str]) -> Cell:
     """The cell of a table, with its commands."""
-    run, subsets, data = table.run(row, recipe, seed), table.subsets(recipe), recipes.read(recipe).data
-    folder, average = args.runs / run, table.averaged(row, args.average)
+    run, data = table.run(row, recipe, seed), recipes.read(recipe).data
+    folder, name = args.runs / run, f"{row.label}, {recipe}, seed {seed}"
     training = [recipe, row.arch, *row.flags, *extra, "--seed", str(seed), "--run", str(folder)]
-    evaluate = [f"{REPO}/scripts/evaluate.sh", "--data", str(data), "--run", str(folder), "--average", str(average)]
-    scoring = [[*evaluate, "--subset", subset] for subset in subsets]
-    commands = [[f"{REPO}/scripts/train.sh", *training], *scoring]
-    name = f"{row.label}, {recipe}, seed {seed}"
-    return Cell(name, row.label, run, folder, data, subsets, table.settings(row, args.average), commands)
+    evaluate = [f"{REPO}/scripts/evaluate.sh", "--data", str(data), "--run", str(folder)]
+    # Rows that differ in the average alone share the run.
+    same = [other for other in table.rows if (other.arch, other.learnt) == (row.arch, row.learnt)]
+    averages = dict.fromkeys(table.averaged(other, args.average) for other in same)
+    pairs = list(itertools.product(averages, table.subsets(recipe)))
+    scoring = [[*evaluate, "--average", str(average), "--subset", subset] for average, subset in pairs]
+    scores = [(subset, tables.settings(average)) for average, subset in pairs]
+    return Cell(name, row.label, run, folder, data, scores, [[f"{REPO}/scripts/train.sh", *training], *scoring])
 
 
 def end(command: str, failed: Sequence[str]) -> None:
@@ -210,8 +213,8 @@ def is_done(one: Cell, records: Records) -> bool:
 
     One from before the end of its training is made again.
     """
-    for subset in one.subsets:
-        row, last = records.rows.get((one.run, subset, one.settings)), one.folder / f"eval/{subset}.{one.settings}.json"
+    for subset, settings in one.scores:
+        row, last = records.rows.get((one.run, subset, settings)), one.folder / f"eval/{subset}.{settings}.json"
         evaluations = [*([row] if row else []), *([read_json(last)] if last.exists() else [])]
         if all(evaluation.get("unfinished") for evaluation in evaluations):
             return False

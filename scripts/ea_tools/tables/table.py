@@ -133,13 +133,14 @@ class Table(Form):
         """How many checkpoints of a row's runs are averaged; `average` overrules the file."""
         return average or row.average or self.average
 
-    def settings(self, row: Row, average: int | None = None) -> str:
-        """The name that evaluate.sh gives to its default beam and this average."""
-        return f"beam5.average{self.averaged(row, average)}"
-
     def flags(self, row: Row, recipe: str, seed: int = 1) -> dict[str, str]:
         """The flags by which train.sh trains a run, but for those of the launch; the batch as tokens an update."""
         return recipes.flags_of(recipes.read(recipe), row.arch, parse_flags([*row.flags, "--seed", str(seed)]))
+
+
+def settings(average: int) -> str:
+    """The name that evaluate.sh gives to its default beam and this average."""
+    return f"beam5.average{average}"
 
 
 def slug(flags: Flags) -> list[str]:
