@@ -138,7 +138,7 @@ def test_any_bytes_are_damaged_and_nothing_worse(tmp_path):
 @mistakes("""
     {run} --num-epoch-checkpoints 4 | {run}: 4 3
     {run} {run}/other --num-epoch-checkpoints 1 | '--inputs {run} {run}/other:'
-    {run} | {run}: folder
+    {run} | {run}: --num-epoch-checkpoints --num-update-checkpoints
     {run}/checkpoint1.pt {run}/link.pt | '{run}/checkpoint1.pt and {run}/link.pt' 100
     {run}/checkpoint1.pt {run}/checkpoint_last.pt | {run}/checkpoint1.pt {run}/checkpoint_last.pt 100
     {run}/nan.pt | {run}/nan.pt w NaN

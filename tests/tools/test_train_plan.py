@@ -141,6 +141,10 @@ def test_slurms_variables_place_the_processes(capsys, monkeypatch, tmp_path):
     *_, environment = launch.distribution(launch.Launch(gpus=0))
     assert environment["SLURM_NODEID"] == "1"
     assert "SLURM_JOB_NODELIST" not in environment, "fairseq would look for the other processes by itself"
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")  # in a container, without scontrol
+        with pytest.raises(SystemExit, match=r"--master HOST.*--nodes 1"):
+            planned()
     monkeypatch.delenv("SLURM_NODEID")  # outside of srun
     with pytest.raises(SystemExit, match=r"--node-rank .*--nodes 1"):
         planned()

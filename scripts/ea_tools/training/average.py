@@ -59,6 +59,8 @@ def select(inputs: Iterable[Path | str], num_epochs: int | None = None, num_upda
     """The checkpoint files to average, oldest first: all the files named, or the last N by epoch or by update."""
     paths, wanted = [Path(path) for path in inputs], num_epochs or num_updates
     if wanted is None:
+        if folder := next(filter(Path.is_dir, paths), None):
+            raise UserError(f"{folder}: is a folder; add --num-epoch-checkpoints N or --num-update-checkpoints N")
         return paths
     if len(paths) != 1:
         raise UserError(f"--inputs {listed(paths, ' ')}: the last N checkpoints are those of one run; name it alone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class Launch:
         master = args.master or _slurm_master()
         if rank is None or master is None:
             raise UserError(
-                f"{nodes} machines need --node-rank and --master HOST[:PORT] outside of srun; --nodes 1 trains on "
-                "this one alone"
+                f"{nodes} machines need --node-rank and --master HOST[:PORT], which only srun and scontrol would "
+                "give; --nodes 1 trains on this one alone"
             )
         if rank >= nodes:
             raise UserError(f"--node-rank {rank}: with --nodes {nodes} it is 0 to {nodes - 1}")
@@ -83,7 +84,8 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def _slurm_master() -> tuple[str, int] | None:
-    if not (nodelist := os.environ.get("SLURM_JOB_NODELIST")):
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodelist or not shutil.which("scontrol"):  # containers lack it
         return None
     command = ["scontrol", "show", "hostnames", nodelist]
     hosts = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
