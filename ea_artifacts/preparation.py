@@ -86,8 +86,8 @@ class Preparation:
                 raise UserError(f"{path}: {name}: expected {expected}, found {value!r}; prepare the text again")
         for name, kind in LATER.items():
             if name in content and not isinstance(content[name], kind):
-                found = f"expected a {kind.__name__}, found {content[name]!r}"
-                raise UserError(f"{path}: {name}: {found}; prepare the text again")
+                fault = f"expected a {kind.__name__}, found {content[name]!r}"
+                raise UserError(f"{path}: {name}: {fault}; prepare the text again")
         train = content.get("splits", {}).get("train")
         return cls(
             folder,
@@ -172,7 +172,7 @@ class Preparation:
         return whole.hexdigest()[:16]
 
     def check_dictionaries(self) -> None:
-        """Raise UserError unless codes and dictionaries are there, fairseq reads these, and equal ones are equal."""
+        """Raise UserError where codes or dictionaries are missing, fairseq would refuse them, or joint ones differ."""
         needed = [*(f"dict.{code}.txt" for code in self.languages), CODES[self.bpe]]
         for name in needed:
             if not (self.folder / name).is_file():

@@ -18,5 +18,5 @@ __all__ = ["ExportError", "LanguageModel", "Translator"]
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, there = _PLACES[name]
-    return getattr(import_module(f"{__name__}.{module}"), there)
+    module, attribute = _PLACES[name]
+    return getattr(import_module(f"{__name__}.{module}"), attribute)

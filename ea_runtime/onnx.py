@@ -71,8 +71,8 @@ class Exported(TextModel):
         """The export's settings with these in their place; None stands for the export's."""
         known = {field.name for field in fields(Settings)}
         if unknown := given.keys() - known:
-            names, there = ", ".join(sorted(unknown)), ", ".join(sorted(known))
-            raise ValueError(f"{names}: no setting of this search, which has {there}")
+            available = ", ".join(sorted(known))
+            raise ValueError(f"{', '.join(sorted(unknown))}: no such setting of the search; available: {available}")
         return Settings(**{**self.description["search"], **{name: x for name, x in given.items() if x is not None}})
 
 
@@ -190,9 +190,9 @@ class Steps:
             self._values = self._empty(tokens.size)
         if kept is not None:
             self._source = {name: x[kept] for name, x in self._source.items()}
-        given = {"tokens": tokens, "step": np.array([position]), "order": order, "forced": forced, "bias": bias}
-        given |= {"top": np.zeros(top, np.float32), **self._source, **self._values}
-        best, words, *caches = self._session.run(self._outputs, given)
+        inputs = {"tokens": tokens, "step": np.array([position]), "order": order, "forced": forced, "bias": bias}
+        inputs |= {"top": np.zeros(top, np.float32), **self._source, **self._values}
+        best, words, *caches = self._session.run(self._outputs, inputs)
         self._values = {name.removeprefix("next_"): x for name, x in zip(self._outputs[2:], caches, strict=True)}
         return best, words
 

@@ -204,7 +204,7 @@ class Text:
         self.preparation = prepared = Preparation.at(folder)
         source = source or prepared.source_lang
         self._target = words_of(prepared, prepared.target_lang)
-        # Text to translate is new to all rules: to those for training text, and to those for other text.
+        # Text to translate gets all rules: those for training text, and those for other text.
         self._tokens = Tokens(
             words_of(prepared, source),
             compose=prepared.unicode == "NFC",

@@ -52,8 +52,8 @@ def logits(model: nn.Module, x: Tensor) -> Tensor:
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, classes: Tensor) -> float:
     """Percent of the rows whose class has the highest score."""
-    found = torch.cat([logits(model, part).argmax(1) for part in x.split(400)])
-    return 100 * (found == classes).float().mean().item()
+    predicted = torch.cat([logits(model, part).argmax(1) for part in x.split(400)])
+    return 100 * (predicted == classes).float().mean().item()
 
 
 def origin() -> dict[str, str]:

@@ -219,7 +219,7 @@ def wmt14_en_fr() -> Corpus:
     return _wmt14("wmt14-en-fr", "en", "fr", train, "newstest2014-fren", 1333)
 
 
-#: All but one's own text: the name of the command, what makes the corpus, and the pairs of languages to choose from.
+#: Command -> the function that makes its corpus, and the pairs of languages to choose from. custom.sh is none of them.
 PUBLIC: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
     "sample": (sample, ()),
     "multi30k": (multi30k, ("de-en", "en-de", "en-fr")),

@@ -181,10 +181,10 @@ class Pipeline:
         """The raw text of a split, checked, one part after the other."""
         empty = True
         for sides in self.sides[split]:
-            both = [self._checked(side, split) for side in sides]
-            for number, pair in enumerate(zip_longest(*both)):
+            lines = [self._checked(side, split) for side in sides]
+            for number, pair in enumerate(zip_longest(*lines)):
                 if None in pair:
-                    ends = zip(pair, both, sides, strict=True)
+                    ends = zip(pair, lines, sides, strict=True)
                     counts = ((number + (line is not None) + sum(1 for _ in rest), side) for line, rest, side in ends)
                     lengths = "\n".join(f"  {count:>11,} lines in {side}" for count, side in counts)
                     raise UserError(f"{split}: the two sides do not have the same number of lines:\n{lengths}")

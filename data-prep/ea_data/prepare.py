@@ -78,7 +78,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     rare = "split subwords again that occur fewer than N times on their side of the training text"
     add("--vocabulary-threshold", type=positive, metavar="N", help=rare)
     dictionaries = group.add_mutually_exclusive_group()
-    joint = "one dictionary for both languages (default, but of IWSLT'14)"
+    joint = "one dictionary for both languages (default, except for IWSLT'14)"
     dictionaries.add_argument("--joint-dictionary", action="store_true", help=joint)
     separate = "a dictionary for each language; the model then shares no embeddings between them (default of IWSLT'14)"
     dictionaries.add_argument("--separate-dictionaries", action="store_true", help=separate)

@@ -21,7 +21,7 @@ def in_turn(steps: Sequence[Callable[[Any], Any]], chunk: Chunk) -> Any:
 
 
 class GivenTokens(RawText):
-    """Text that comes in tokens, but for white space of other kinds: BPE would keep it, and fairseq split at it."""
+    """Text in tokens; other white space becomes plain spaces, since BPE would keep it and fairseq split at it."""
 
     def tokenize(self, line: str) -> str:
         """The line with a plain space for each other white space; white space at its ends stays."""

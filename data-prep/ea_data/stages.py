@@ -90,7 +90,7 @@ def chain(out: Path, makers: Mapping[str, Callable[[Path], dict]], options: Mapp
 
 
 def run(stages: list[Stage]) -> None:
-    """Makes the missing stages, each of which makes those after it out of date."""
+    """Makes the missing stages, and all that follow the first of them."""
     if stages[-1].report() is not None:
         say("nothing to do: made before, with the same options from the same text")
         return
