@@ -11,9 +11,11 @@ width: earlier target positions. Masks: True = masked.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -237,16 +239,18 @@ class Search:
         """Hypothesis b continues hypothesis numbers[b].
 
         Raises:
-            ValueError: hypotheses of one sentence would be torn apart, or come twice, as in no search of fairseq.
+            ValueError: a sentence would have more hypotheses than before, as in no search of fairseq.
         """
-        sentences = [number // self.beams for number in numbers]
-        chosen = sentences[:: self.beams]
-        if sentences != [one for one in chosen for _ in range(self.beams)] or len(set(chosen)) < len(chosen):
-            raise ValueError(f"new_order {numbers}: mixes sentences of {self.beams} hypotheses; {WITHOUT_GRAPHS}")
-        active = [self.active[one * self.beams + beam] for one in chosen for beam in range(self.beams)]
+        before = [self.active[number] for number in numbers]
+        sentences = [row // self.beams for row in before]
+        if any(count > self.beams for count in Counter(sentences).values()):
+            raise ValueError(f"new_order {numbers}: expected at most {self.beams} of a sentence; {WITHOUT_GRAPHS}")
+        # Equal sentences side by side are one, and need not end together. Its hypotheses take its first rows.
+        rows = {sentence: itertools.count(sentence * self.beams) for sentence in sentences}
+        active = [next(rows[sentence]) for sentence in sentences]
         order = list(range(len(self.static.same)))
-        for row, number in zip(active, numbers, strict=True):
-            order[row] = self.active[number]
+        for row, number in zip(active, before, strict=True):
+            order[row] = number
         self.static.order.copy_(torch.tensor(order))
         if active != self.active:
             self.active, self.rows = active, torch.tensor(active, device=self.rows.device)
@@ -294,7 +298,7 @@ def _place(static: Cache, given: Cache, start: int, rows: int) -> None:
 
 #: decoder -> recorded steps that no search uses
 _IDLE: weakref.WeakKeyDictionary[nn.Module, list[DecoderStep]] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a search may end while its thread holds it: by the garbage collector
 
 
 def _take(decoder: FairseqDecoder, sizes: Sizes, new_graph: Callable[[], Graph]) -> DecoderStep:

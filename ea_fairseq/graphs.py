@@ -1,5 +1,6 @@
 """CUDA graphs: work that is recorded once and replayed in the same memory; and what no graph can repeat."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,6 +13,10 @@ from .private import TorchDispatchMode
 READS = frozenset(
     "_local_scalar_dense item nonzero is_nonzero equal masked_select _unique2 unique_dim unique_consecutive".split()
 )
+
+
+#: PyTorch allows one capture at a time in a process. Threads that share a model may begin searches at once.
+_CAPTURE = threading.Lock()
 
 
 class HostRead(RuntimeError):
@@ -69,9 +74,12 @@ class CudaGraph:
             yield
         torch.cuda.current_stream().wait_stream(stream)
 
-    def capture(self) -> Any:
-        """See ``Graph``. Other threads, which load data, may call CUDA meanwhile."""
-        return torch.cuda.graph(self._graph, self._pool.handle, self._pool.stream, capture_error_mode="thread_local")
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """See ``Graph``. Other threads may call CUDA meanwhile, as to load data, but not capture."""
+        graph, pool = self._graph, self._pool
+        with _CAPTURE, torch.cuda.graph(graph, pool.handle, pool.stream, capture_error_mode="thread_local"):
+            yield
 
     def replay(self) -> None:
         """See ``Graph``."""

@@ -1,6 +1,8 @@
 """A search whose steps are replayed gives the hypotheses and scores of one whose steps are not."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -108,19 +110,20 @@ def test_a_state_that_is_continued_twice_is_refused(tapes):
         model.decoder(words[:, :3], encoder_out=source, incremental_state=dict(state))
 
 
-def test_hypotheses_of_one_sentence_move_and_others_are_refused_as_is_a_step_that_asks_for_more(tapes):
+def test_hypotheses_move_and_equal_sentences_end_one_by_one_and_other_steps_are_refused(tapes):
     model, state = amplify_(build("ea_transformer_base", "--ea-beta", 0.5)), {}
-    source, words = model.encoder(batch([9])), torch.tensor([[2, 5, 6, 7, 9, 4], [2, 6, 5, 4, 4, 5]])
+    source = model.encoder(batch([9]))
+    words = torch.tensor([[2, 5, 6, 7, 9, 4], [2, 6, 5, 4, 4, 5], [2, 4, 4, 9, 5, 6]])
     for step in range(1, 7):
         ours = model.decoder(words[:, :step], encoder_out=source, incremental_state=state)[0]
         assert_close(ours[:, -1], model.decoder(words[:, :step], encoder_out=source)[0][:, -1], rtol=1e-5, atol=1e-5)
-        if step == 3:
-            model.decoder.reorder_incremental_state_scripting(state, torch.tensor([1, 0]))
-            words = words[[1, 0]]
+        if order := {3: [1, 0, 2], 4: [2, 1], 5: [1, 0]}.get(step):
+            model.decoder.reorder_incremental_state_scripting(state, torch.tensor(order))
+            words = words[order]
     assert any(tape.calls for tape in tapes)
     with pytest.raises(ValueError, match=r"decoder\.graphs = False"):
         model.decoder(words, encoder_out=source, incremental_state=state, alignment_layer=0)
-    for order in ([0, 0, 1, 1], [0], [1, 0, 0, 1]):
+    for order in ([0, 0, 1, 1], [1, 0, 0, 1]):
         with pytest.raises(ValueError, match=r"new_order .*decoder\.graphs = False"):
             model.decoder.reorder_incremental_state_scripting(state, torch.tensor(order))
 
@@ -193,3 +196,17 @@ def test_recordings_are_few_and_end_with_their_model(tapes, monkeypatch):
     del model
     gc.collect()
     assert len(decoding._IDLE) == 0
+
+
+def test_one_graph_is_captured_at_a_time(monkeypatch):
+    monkeypatch.setattr(graphs.torch, "cuda", mock.MagicMock())
+    one, other = graphs.CudaGraph(), graphs.CudaGraph()
+
+    def capture():
+        with other.capture():
+            pass
+
+    with ThreadPoolExecutor() as threads, one.capture():
+        waits = threads.submit(capture)
+        with pytest.raises(TimeoutError):
+            waits.result(timeout=0.2)
