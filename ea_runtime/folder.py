@@ -39,7 +39,7 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise ExportError(f"{path}: no such file; export the model again") from None
-    except (Exception, SystemExit) as error:  # subword-nmt ends the program
+    except Exception as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ExportError(f"{path}: damaged ({reason}); export the model again") from None
 

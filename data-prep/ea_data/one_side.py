@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("language", metavar="LANGUAGE", help="one of its two")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must not be there yet")
     args = parser.parse_args(arguments)
-    with reporting("one-side"):
+    with reporting("one-side.sh"):
         languages, out = Preparation.at(args.folder).languages, args.out
         if out.exists():
             raise UserError(f"{out}: is there already; delete it, or name another")
