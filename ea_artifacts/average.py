@@ -11,7 +11,7 @@ from .checkpoints import DamagedError, load, section, settings, structure
 from .command import UserError, listed, say
 from .files import replacing
 
-#: Options of a task that may change while a training goes on: they neither change what a model reads nor how.
+#: Options of a task that may change during a training: the model reads the same text in the same way.
 _MAY_CHANGE = {"data", "dataset_impl", "num_batch_buckets", "train_subset", "upsample_primary", "truncate_source"}
 
 

@@ -1,7 +1,7 @@
 """Prepared text: PREP.json, the files beside it that a model needs, and the copy of all these that a run keeps.
 
-RUN/prepared holds the dictionaries, the codes that split words into subwords, PREP.json and a digest of all these, so
-that a model works when its data have moved or changed. Data preparation writes PREP.json; all others read it here.
+RUN/prepared holds the dictionaries, the codes that split words into subwords, PREP.json and a digest of all these. So a
+model works when its data have moved or changed. Data preparation writes PREP.json; all others read it here.
 """
 
 from __future__ import annotations

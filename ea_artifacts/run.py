@@ -111,8 +111,8 @@ class Run:
     def averaged(self, count: int) -> tuple[Path, list[Path]]:
         """The average of the last `count` checkpoints, which is made if need be, and the checkpoints.
 
-        It never changes which checkpoint is the run's model: where RUN/averageN.pt is another, it is in RUN/eval, or in
-        a temporary folder until this process ends where that cannot be written.
+        It never changes which checkpoint is the run's model. Where RUN/averageN.pt is another average, the file is in
+        RUN/eval. Where that cannot be written, it is in a temporary folder until this process ends.
 
         Raises:
             UserError: there are fewer.

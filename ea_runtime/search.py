@@ -68,7 +68,7 @@ class Settings:
 
 
 class Limits(Protocol):
-    """What every search has, by fairseq's names."""
+    """The settings of every search, by fairseq's names."""
 
     @property
     def beam(self) -> int: ...

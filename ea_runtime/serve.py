@@ -131,7 +131,7 @@ class Batches:
 
     def __init__(self, translator: Translator, batch: int, work: int) -> None:
         self._translator, self._batch, self._work = translator, batch, work
-        self._thread = ThreadPoolExecutor(1)  # of its own: checks of many requests must not keep translations waiting
+        self._thread = ThreadPoolExecutor(1)  # not the checks': translations must not wait for those of many requests
         self._lines: list[Line] = []
         self._requests, self._clock = itertools.count(), 0.0
         self._arrived = asyncio.Event()

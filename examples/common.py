@@ -1,4 +1,4 @@
-"""What the examples share: training, accuracy, and reports: a table, a JSON file, a picture of representations."""
+"""Shared by the examples: training, accuracy, and reports (a table, a JSON file, a picture of representations)."""
 
 import platform
 import statistics

@@ -31,7 +31,7 @@ class Rules:
     bpe: str = "subword_nmt"  # or sentencepiece
     merges: int = 10_000
     vocabulary_threshold: int = 0  # subwords rarer than this on their side are split again
-    separate_dictionaries: bool = False  # each side has a dictionary of its own subwords alone
+    separate_dictionaries: bool = False  # each side has a dictionary, of that side's subwords
 
     @classmethod
     def like(cls, preparation: Preparation) -> Rules:
@@ -241,8 +241,8 @@ def custom(
     """Your own parallel text: PREFIX.SOURCE and PREFIX.TARGET, one sentence a line, plain or .gz.
 
     Text that was published in tokens is taken as it is with --tokenised; text in subwords with --tokenised and
-    --bpe-given CODE. Moses tokenises raw text where it has rules for both languages; else sentencepiece makes subwords
-    of raw text. --like takes all of this from text that was prepared before.
+    --bpe-given CODE. Moses tokenises raw text where it has rules for both languages. Elsewhere sentencepiece makes
+    subwords of it. --like takes all of this from text that was prepared before.
     """
 
     def part(prefix: str) -> tuple[Part, ...]:

@@ -17,7 +17,7 @@ BLOCKS, WIDTH, HEADS, WINDOW = 3, 256, 8, 3
 
 
 class System(NamedTuple):
-    """What mixes words in a block."""
+    """The parts of a block that mix words."""
 
     evolution: dict[str, float | str] | None  # of attention, see ``Evolution``; None: no attention
     convolution: bool

@@ -80,7 +80,7 @@ class _Trained:
     def _outputs(
         self, series: Sequence[np.ndarray], function: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> Tensor:
-        """What the network, or a function of it, gives for the series."""
+        """The outputs of the network, or of a function of it, for the series."""
         parts = (self._tensors(series[start : start + self.batch]) for start in range(0, len(series), self.batch))
         return torch.cat([(function or self.network_)(*part) for part in parts])
 
