@@ -486,12 +486,12 @@ def test_gpus_that_are_free(tmp_path, monkeypatch):
 @pytest.fixture
 def instead(monkeypatch):
     """A function that lets other commands stand for those of a cell."""
-    made = reproduce.cell
+    made = reproduce.cell_of
 
     def replace(commands):
         monkeypatch.setattr(reproduce, "check", lambda *_: None)
         monkeypatch.setattr(
-            reproduce, "cell", lambda *words: dataclasses.replace(one := made(*words), commands=commands(one.label))
+            reproduce, "cell_of", lambda *words: dataclasses.replace(one := made(*words), commands=commands(one.label))
         )
 
     return replace
@@ -521,9 +521,9 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, instead, ca
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
     code = "import dataclasses\nfrom ea_tools.tables import reproduce\n"
-    code += "made, reproduce.check = reproduce.cell, lambda *_: None\n"
+    code += "made, reproduce.check = reproduce.cell_of, lambda *_: None\n"
     code += f"commands = [['sh', '-c', 'echo $$ >> {toy}/pids; exec sleep 100']]\n"
-    code += "reproduce.cell = lambda *words: dataclasses.replace(made(*words), commands=commands)\n"
+    code += "reproduce.cell_of = lambda *words: dataclasses.replace(made(*words), commands=commands)\n"
     code += f"reproduce.main({options(toy, '--at-once', 2, '--gpus', 0)!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     pids = toy / "pids"

@@ -1,4 +1,4 @@
-"""What scripts/benchmark_NAME.sh and scripts/gpu_report.sh call: `python -m ea_tools bench.start NAME FLAGS...`"""
+"""The command of scripts/benchmark_NAME.sh and scripts/gpu_report.sh: `python -m ea_tools bench.start NAME FLAGS...`"""
 
 import importlib
 import sys

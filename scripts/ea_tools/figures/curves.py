@@ -1,7 +1,8 @@
 """Learning curves of runs: training and validation loss, and validation BLEU, against updates, epochs and time.
 
-A RUN is a folder of scripts/train.sh, its log.jsonl, or a run in results/scores.jsonl by its name, such as
+A RUN is a folder of scripts/train.sh, or its log.jsonl. It may also be the name of a run in results/scores.jsonl:
 multi30k-laptop-en-de/transformer_lite-seed1
+
 Runs that differ in the seed alone become one line, their mean. The range from the lowest to the highest is shaded, up
 to the end of the shortest run. The last column of the printed table is the update at which a run reached the lowest
 validation loss of the first RUN.

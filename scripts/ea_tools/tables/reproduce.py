@@ -134,21 +134,21 @@ def fill(
     The page shows the table's own seeds besides. Cells are in the order of seeds, and kept when they are finished.
     """
     chosen = only or table.recipes
-    each = [cell(table, row, recipe, seed, args, extra) for seed in seeds for recipe in chosen for row in rows]
-    cells = list({one.run: one for one in each}.values())
+    each = [cell_of(table, row, recipe, seed, args, extra) for seed in seeds for recipe in chosen for row in rows]
+    cells = list({cell.run: cell for cell in each}.values())
     on_cpu = parse_flags([*rows[0].flags, *extra]).get("gpus") == ["0"]
     failed = [] if args.collect else run_missing(cells, args, on_cpu)
     if not args.dry_run:
         with opened(args.results) as records:
-            for one in cells:
-                for subset, settings in one.scores:
-                    records.keep(one.folder, one.run, subset, settings)
+            for cell in cells:
+                for subset, settings in cell.scores:
+                    records.keep(cell.folder, cell.run, subset, settings)
             entries = page.gather(table, records, dict.fromkeys([*table.seeds, *seeds]), args.average)
         page.write(table, entries, args.results)
     return failed
 
 
-def cell(table: Table, row: Row, recipe: str, seed: int, args: argparse.Namespace, extra: Sequence[str]) -> Cell:
+def cell_of(table: Table, row: Row, recipe: str, seed: int, args: argparse.Namespace, extra: Sequence[str]) -> Cell:
     """The cell of a table, with its commands."""
     run, data = table.run(row, recipe, seed), recipes.read(recipe).data
     folder, name = args.runs / run, f"{row.label}, {recipe}, seed {seed}"
@@ -176,14 +176,14 @@ def run_missing(cells: Sequence[Cell], args: argparse.Namespace, on_cpu: bool) -
         UserError: no cell is done, and none has its data.
     """
     missing, without_data, records = [], Counter[str](), Records(args.results)
-    for one in cells:
-        if is_done(one, records):
-            say(f"done already: {one.name}")
+    for cell in cells:
+        if is_done(cell, records):
+            say(f"done already: {cell.name}")
             continue
         try:
             if not args.dry_run:
-                Preparation.at(one.data)
-            missing.append(one)
+                Preparation.at(cell.data)
+            missing.append(cell)
         except UserError as error:  # it names the command that makes the data
             without_data[str(error)] += 1
     if without_data and without_data.total() == len(cells):
@@ -192,7 +192,7 @@ def run_missing(cells: Sequence[Cell], args: argparse.Namespace, on_cpu: bool) -
         say(f"{count} cells are not run: {fault}")
     check(missing, args)
     if args.dry_run:
-        for command in (command for one in missing for command in one.commands):
+        for command in (command for cell in missing for command in cell.commands):
             print(shlex.join(command))
         return []
     free, ending = queue.SimpleQueue[dict[str, str]](), threading.Event()
@@ -201,20 +201,20 @@ def run_missing(cells: Sequence[Cell], args: argparse.Namespace, on_cpu: bool) -
         free.put(environment)
     with ThreadPoolExecutor(len(environments)) as pool:
         try:
-            outcomes = pool.map(lambda one: run_cell(one, free, len(environments) > 1, ending), missing)
+            outcomes = pool.map(lambda cell: run_cell(cell, free, len(environments) > 1, ending), missing)
             went_well = list(tqdm(outcomes, total=len(missing), unit=" cells", disable=not missing))
         finally:  # at Ctrl-C and SIGTERM the runs end, too; they go on when the command is given again
             ending.set()
-    return [*without_data, *(one.name for one, well in zip(missing, went_well, strict=True) if not well)]
+    return [*without_data, *(cell.name for cell, well in zip(missing, went_well, strict=True) if not well)]
 
 
-def is_done(one: Cell, records: Records) -> bool:
+def is_done(cell: Cell, records: Records) -> bool:
     """Whether each split of a cell has an evaluation by its settings, in the records or its run.
 
     One from before the end of its training is made again.
     """
-    for subset, settings in one.scores:
-        row, last = records.rows.get((one.run, subset, settings)), one.folder / f"eval/{subset}.{settings}.json"
+    for subset, settings in cell.scores:
+        row, last = records.rows.get((cell.run, subset, settings)), cell.folder / f"eval/{subset}.{settings}.json"
         evaluations = [*([row] if row else []), *([read_json(last)] if last.exists() else [])]
         if all(evaluation.get("unfinished") for evaluation in evaluations):
             return False
@@ -224,11 +224,11 @@ def is_done(one: Cell, records: Records) -> bool:
 def check(cells: Iterable[Cell], args: argparse.Namespace) -> None:
     """Refuse a row that train.sh would refuse, before the first of them is started."""
     gpus = ["--gpus", str(args.gpus_per_run)] if args.gpus_per_run else []
-    for label, one in {one.label: one for one in cells}.items():
+    for label, cell in {cell.label: cell for cell in cells}.items():
         printed = io.StringIO()
         try:
             with contextlib.redirect_stderr(printed):
-                train.prepare([*one.commands[0][1:], *gpus, "--dry-run"])
+                train.prepare([*cell.commands[0][1:], *gpus, "--dry-run"])
         except (UserError, SystemExit) as error:  # the latter from argparse, which has printed the reason
             reason = error if isinstance(error, UserError) else printed.getvalue().strip()
             raise UserError(f"{label}: {reason}") from None
@@ -270,12 +270,12 @@ def free_gpus() -> list[str]:
     return [index for index, uuid in gpus if uuid not in busy and {index, uuid} & allowed]
 
 
-def run_cell(one: Cell, free: queue.SimpleQueue[dict[str, str]], quiet: bool, ending: threading.Event) -> bool:
+def run_cell(cell: Cell, free: queue.SimpleQueue[dict[str, str]], quiet: bool, ending: threading.Event) -> bool:
     """Run one cell's commands until one fails; says whether all went well. Side by side they write to a file."""
-    one.folder.mkdir(parents=True, exist_ok=True)
+    cell.folder.mkdir(parents=True, exist_ok=True)
     slot = free.get()
-    with (one.folder / "reproduce.log").open("a") if quiet else contextlib.nullcontext() as output:
-        for command in one.commands:
+    with (cell.folder / "reproduce.log").open("a") if quiet else contextlib.nullcontext() as output:
+        for command in cell.commands:
             say("+ " + shlex.join(command))
             with subprocess.Popen(command, env={**os.environ, **slot}, stdout=output, stderr=output) as process:
                 while process.poll() is None:
@@ -283,7 +283,7 @@ def run_cell(one: Cell, free: queue.SimpleQueue[dict[str, str]], quiet: bool, en
                         process.terminate()
                         return False
             if process.returncode:
-                say(f"failed: {one.name}" + (f"; see {output.name}" if output else ""))
+                say(f"failed: {cell.name}" + (f"; see {output.name}" if output else ""))
                 break
     free.put(slot)
     return not process.returncode

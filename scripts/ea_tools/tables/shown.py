@@ -53,10 +53,10 @@ def write(folder: Path) -> None:
 
 def scores(folder: Path) -> list[str]:
     """The four systems on Multi30k 2016, and on IWSLT'14's test."""
-    rows = []
+    records, rows = Records(folder), []
     for label, (name, models) in SCORES.items():
         table = tables.read(name)
-        entries = gather(table, Records(folder), table.seeds)
+        entries = gather(table, records, table.seeds)
         values = (entries[model, table.columns[0].label].values for model in models)
         rows.append([label, *(spread(of_seeds) if of_seeds else "not run" for of_seeds in values)])
     return markdown_table(["BLEU (Multi30k: test of 2016)", "Transformer", "EA", "Conv", "EA-Conv"], rows)

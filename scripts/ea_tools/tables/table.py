@@ -130,7 +130,7 @@ class Table(Form):
         return f"{recipes.read(recipe).name}/{file_name([row.arch, *slug(row.learnt)])}-seed{seed}"
 
     def averaged(self, row: Row, average: int | None) -> int:
-        """How many checkpoints of a row's runs are averaged; `average` overrules the file."""
+        """The number of checkpoints to average of a row's runs; `average` overrules the file."""
         return average or row.average or self.average
 
     def flags(self, row: Row, recipe: str, seed: int = 1) -> dict[str, str]:

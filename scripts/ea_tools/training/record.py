@@ -29,5 +29,5 @@ class Record(TypedDict):
 
 
 def read(path: Path) -> Record:
-    """The record in a file of its own."""
+    """The record in run.json."""
     return read_json(path)
