@@ -245,7 +245,7 @@ class Search:
         sentences = [row // self.beams for row in before]
         if any(count > self.beams for count in Counter(sentences).values()):
             raise ValueError(f"new_order {numbers}: expected at most {self.beams} of a sentence; {WITHOUT_GRAPHS}")
-        # Equal sentences side by side are one, and need not end together. Its hypotheses take its first rows.
+        # Equal sentences side by side count as one, and need not end together: those that go on take the first rows.
         rows = {sentence: itertools.count(sentence * self.beams) for sentence in sentences}
         active = [next(rows[sentence]) for sentence in sentences]
         order = list(range(len(self.static.same)))
