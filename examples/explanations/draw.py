@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ea_artifacts.command import Parser, positive, reporting
+from ea_artifacts.command import Parser, UserError, positive, reporting
 from evolving_attention.evolution import Evolution, mix
 from examples.explanations.explain import Classifier
 from examples.explanations.measures import lime
@@ -63,6 +63,8 @@ def rationales(folders: list[Path], sentence: str, layers: list[int], samples: i
     rows, words = {}, sentence.split()
     for folder in folders:
         classifier = Classifier(folder)
+        if max(layers) > (depth := classifier.model.config.num_hidden_layers):
+            raise UserError(f"--lime {max(layers)}: {folder} has {depth} layers")
         for layer in layers:
             probabilities = partial(classifier.probabilities, layer=layer)
             sign = 1 if probabilities([sentence])[0].argmax() == 1 else -1  # LIME explains the likelier class
