@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[2]
 #: The server imports these, and nothing of this repository: each process imports its modules anew.
 LIBRARIES = "matplotlib.figure torch torch._dynamo fairseq fairseq.options sacrebleu sacremoses subword_nmt.apply_bpe"
 #: Python, or PyTorch when it is imported, reads variables with such names: where they differ, the start is a cold one.
-READ_AT_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "TRITON_INTERPRET")
+READ_AT_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "GOMP_", "TRITON_INTERPRET")
 ALLOWED = {"PYTHONUNBUFFERED", "PYTHONIOENCODING"}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 DOOR = re.compile(r'^tool (\S+) ?(.*)"\$@"$', re.MULTILINE)  # the last line of the doors in scripts/
