@@ -11,9 +11,7 @@ export PYTHONPATH=$repo:$repo/scripts:$repo/data-prep${PYTHONPATH:+:$PYTHONPATH}
 # PyTorch's threads wait for each other many times a step. By default they wait in a loop for milliseconds, which takes the
 # processor from threads that have work, on a machine that is busy. Here they go to sleep after about the time that waking up
 # takes: docs/performance.md has the cost.
-if [ -z "${OMP_WAIT_POLICY:-}" ]; then
-    export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
-fi
+[[ ${OMP_WAIT_POLICY:-} ]] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 
 die() {
     echo "${0##*/}: $*" >&2

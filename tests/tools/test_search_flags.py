@@ -83,9 +83,14 @@ def test_both_commands_translate_in_bf16(data, run, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def refining(data, tmp_path_factory):
-    """A run whose decoder writes all words at once."""
+    """A run whose decoder writes all words at once, of lengths from 3 to 9."""
     folder = tmp_path_factory.mktemp("refining") / "run"
-    return untrained_run(data, folder, "ea_cmlm_transformer", "--task", "translation_lev", "--noise", "random_mask")
+    untrained_run(data, folder, "ea_cmlm_transformer", "--task", "translation_lev", "--noise", "random_mask")
+    state = torch.load(folder / "checkpoint_last.pt", weights_only=True)
+    lengths = state["model"]["decoder.embed_length.weight"]  # which fairseq begins with zeros: all would be empty
+    lengths[3:10] = torch.randn(7, lengths.size(1), generator=torch.Generator().manual_seed(1))
+    torch.save(state, folder / "checkpoint_last.pt")
+    return folder
 
 
 @mistakes("""
