@@ -230,12 +230,19 @@ class Text:
 
 
 def splitter(folder: Path, kind: str, language: str) -> Callable[[str], str]:
-    """The function from words to subwords that the folder's code, or its model of sentencepiece, defines."""
+    """The function from words to subwords that the folder's code, or its model of sentencepiece, defines.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     codes = folder / CODES[kind]
     if kind == "sentencepiece":
         from sentencepiece import SentencePieceProcessor
 
-        model = SentencePieceProcessor(model_file=str(codes))
+        try:
+            model = SentencePieceProcessor(model_file=str(codes))
+        except RuntimeError as error:
+            raise UserError(f"{codes}: {error}; prepare that text again") from None
         return lambda line: " ".join(model.encode(line, out_type=str))
     path = folder / f"vocabulary.{language}"  # where rare subwords are split again
     allowed = set(path.read_text(encoding="utf-8").split("\n")) - {""} if path.is_file() else None

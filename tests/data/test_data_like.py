@@ -109,12 +109,14 @@ def test_validation_text_that_is_given_has_plain_apostrophes_too(text, before, t
     --like {tmp}/twice | {tmp}/twice/dict.de.txt:3:
     --like {tmp}/lacks | {tmp}/lacks/dict.en.txt
     --like {tmp}/torn | {tmp}/torn/code 'line 2'
+    --like {tmp}/pieces | {tmp}/pieces/sentencepiece.bpe.model
     --like {tmp}/other | '{tmp}/other/PREP.json: source_lang' None
     --out {before} | '--like {before}: is the folder' --out
 """)
 def test_an_earlier_preparation_that_cannot_be_used_is_named(before, tmp_path, words, named, capsys):
     for name in ("differ", "lacks", "page", "torn", "twice"):
         shutil.copytree(before, tmp_path / name)
+    write(changed(before, tmp_path / "pieces", {}, bpe="sentencepiece") / "sentencepiece.bpe.model", ["torn"])
     for language in ("de", "en"):
         (tmp_path / f"page/dict.{language}.txt").write_text("<html>\n")
         (tmp_path / f"twice/dict.{language}.txt").write_text("a 2\nb 1\na 1\n")
