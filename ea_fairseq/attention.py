@@ -72,7 +72,8 @@ class EvolvingMultiheadAttention(EvolvingHeads, MultiheadAttention):
         of_fairseq = {name: options.pop(name) for name in _OF_FAIRSEQ & options.keys()}
         MultiheadAttention.__init__(self, embed_dim, num_heads, **of_fairseq)
         if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
-            raise ValueError("evolving attention works without xFormers, add_bias_kv and add_zero_attn")
+            unknown = "--encoder-xformers-att-config, --decoder-xformers-att-config, add_bias_kv, add_zero_attn"
+            raise ValueError(f"{unknown}: evolving attention works without them; leave them out")
         self.dropout_module.module_name = MultiheadAttention.__name__  # for --retain-dropout-modules, as with fairseq's
         EvolvingHeads.__init__(self, geometry, num_heads, self.head_dim, **options)
 

@@ -135,38 +135,31 @@ class EADecoderLayer(Residual, TransformerDecoderLayerBase):
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> MultiheadAttention:
-        settings = Settings.of(cfg)
-        if not settings.evolves(Geometry.DECODER_SELF):
+        if not Settings.of(cfg).evolves(Geometry.DECODER_SELF):
             return super().build_self_attention(embed_dim, cfg, add_bias_kv, add_zero_attn)
-        geometry, evolution = self.evolution_of(settings, Geometry.DECODER_SELF)
-        return DecoderAttention(
-            geometry,
-            embed_dim,
-            cfg.decoder.attention_heads,
-            **evolution,
-            **_common(self, cfg),
-            self_attention=True,
-            add_bias_kv=add_bias_kv,
-            add_zero_attn=add_zero_attn,
-            xformers_att_config=cfg.decoder.xformers_att_config,
+        bias = {"add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
+        config = cfg.decoder.xformers_att_config
+        return self._attention(
+            Geometry.DECODER_SELF, embed_dim, cfg, self_attention=True, xformers_att_config=config, **bias
         )
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> MultiheadAttention:
-        settings = Settings.of(cfg)
-        if not settings.evolves(Geometry.ENCODER_DECODER):
+        if not Settings.of(cfg).evolves(Geometry.ENCODER_DECODER):
             return super().build_encoder_attention(embed_dim, cfg)
-        geometry, evolution = self.evolution_of(settings, Geometry.ENCODER_DECODER)
-        return DecoderAttention(
-            geometry,
+        return self._attention(
+            Geometry.ENCODER_DECODER,
             embed_dim,
-            cfg.decoder.attention_heads,
-            **evolution,
-            **_common(self, cfg),
+            cfg,
             kdim=cfg.encoder.embed_dim,
             vdim=cfg.encoder.embed_dim,
             encoder_decoder_attention=True,
             xformers_att_config=cfg.encoder.xformers_att_config,
         )
+
+    def _attention(self, kind: Geometry, embed_dim: int, cfg: Any, **options: Any) -> DecoderAttention:
+        geometry, evolution = self.evolution_of(Settings.of(cfg), kind)
+        options |= {**evolution, **_common(self, cfg)}
+        return DecoderAttention(geometry, embed_dim, cfg.decoder.attention_heads, **options)
 
     def forward(
         self,

@@ -86,7 +86,8 @@ class FairseqTranslator(Translator):
             del chosen["lenpen"]  # as the commands' default
         for name, value in chosen.items():
             _check_setting(name, value, self.kinds)
-        Settings(**{name: chosen[name] for name in ("beam", "lenpen") if name in chosen})  # which knows their limits
+        limited = ("beam", "lenpen", "max_len_a", "max_len_b")
+        Settings(**{name: chosen[name] for name in limited if name in chosen})  # which knows their limits
         if self._refines:  # it gives one translation, of the best of these lengths
             chosen |= {"beam": 1, "iter_decode_with_beam": chosen.get("beam", GenerationConfig.beam)}
         return GenerationConfig(**chosen)

@@ -84,8 +84,8 @@ class TextModel:
         return [ids[word] for word in words]
 
     def words(self, tokens: Iterable[int]) -> str:
-        """Target words, their subwords joined, of token ids."""
-        return self.text.join(" ".join(self._target[token] for token in tokens if token != BOS))
+        """Target words, their subwords joined, of token ids; fairseq's diverse search may go on after an end."""
+        return self.text.join(" ".join(self._target[token] for token in tokens if token not in (BOS, EOS)))
 
     def _text(self, hypothesis: Hypothesis) -> str:
         return self.text.detokenize(self.words(hypothesis.tokens))

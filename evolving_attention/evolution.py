@@ -132,17 +132,9 @@ def _evolving(alpha: Share, beta: Share) -> Coefficients:
 
 RULES = {
     # Evolving Attention with Residual Convolutions, ICML 2021, equation 4
-    "evolving": Rule(
-        first=_without_previous,
-        later=_evolving,
-        decoder=_without_previous,
-    ),
+    "evolving": Rule(first=_without_previous, later=_evolving, decoder=_without_previous),
     # the same without a convolution in the encoder's first layer: the draft, and the authors' code
-    "evolving-from-second": Rule(
-        first=_logits_only,
-        later=_evolving,
-        decoder=_without_previous,
-    ),
+    "evolving-from-second": Rule(first=_logits_only, later=_evolving, decoder=_without_previous),
     # Predictive Attention Transformer, equation 4
     "predictive": Rule(
         first=_logits_only,

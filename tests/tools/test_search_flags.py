@@ -106,6 +106,13 @@ def test_what_refinement_does_not_know_is_refused(refining, tmp_path, words, nam
             ea_fairseq.load(refining).translate(["Hund."], **{name: value})
 
 
+def test_a_diverse_search_shows_no_end_of_a_sentence(run):
+    """A hypothesis may go on after its end; fairseq-generate leaves that out."""
+    lines = [" ".join(["Hund, Katze."] * n) for n in (1, 2, 3)]
+    found = ea_fairseq.load(run).translate(lines, beam=4, n_best=4, diverse_beam_groups=2, max_len_b=20)
+    assert not [text for best in found for text, _ in best if "</s>" in text]
+
+
 GENERATED = {
     "greedy": ("run", 1, [], []),
     "beam": ("run", 5, [], ["--max-len-b", "20", "--no-repeat-ngram-size", "2"]),
