@@ -105,8 +105,7 @@ class EncoderSelfAttention(EvolvingMultiheadAttention):
         attn_mask: Tensor | None = None,
         previous: Tensor | None = None,
         keep_map: bool = False,
-        need_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
@@ -115,10 +114,9 @@ class EncoderSelfAttention(EvolvingMultiheadAttention):
             attn_mask: see ``masks.combine``.
             previous: B x K x S x S, A_logit of the layer before.
             keep_map: whether to return A_logit.
-            need_weights: whether to return the weights.
 
         Returns:
-            output S x B x C; A_logit, B x K x S x S, or None; weights before dropout, B x K x S x S, or None.
+            output S x B x C; A_logit, B x K x S x S, or None.
         """
         q, k, v = (self.split_heads(project(query)) for project in (self.q_proj, self.k_proj, self.v_proj))
         call = self.call(
@@ -131,10 +129,9 @@ class EncoderSelfAttention(EvolvingMultiheadAttention):
             previous=previous,
             dropout=self.dropped,
             keep_map=keep_map,
-            need_weights=need_weights,
         )
         result = self.attend_heads(call)
-        return self.join_heads(result.context), result.a_logit, result.weights
+        return self.join_heads(result.context), result.a_logit
 
 
 class DecoderAttention(EvolvingMultiheadAttention):
@@ -163,8 +160,9 @@ class DecoderAttention(EvolvingMultiheadAttention):
 
         Args:
             query: T x B x C, T = 1 in step-by-step decoding.
-            key, value: S x B x C; the same as query in self-attention. The encoder's output may have one column for
-                each sentence, S x N x C.
+            key: S x B x C; in self-attention query again. The encoder's output may have one column for each
+                sentence, S x N x C.
+            value: unused; fairseq gives key again.
             key_padding_mask: B x S, or the padding of both sides; in self-attention the queries' padding, B x T,
                 which are the new positions only, step by step.
             incremental_state: keeps what earlier steps computed.

@@ -40,10 +40,10 @@ class TwoBranchSelfAttention(EncoderSelfAttention):
 
     def forward(
         self, query: Tensor, key_padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """As ``EncoderSelfAttention``'s: query S x B x C -> output S x B x C, attention's half first."""
-        attended, a_logit, weights = super().forward(query, key_padding_mask, *args, **kwargs)  # S x B x C/2
+        attended, a_logit = super().forward(query, key_padding_mask, *args, **kwargs)  # S x B x C/2
         if key_padding_mask is not None:
             query = query.masked_fill(key_padding_mask.bool().t().unsqueeze(-1), 0)
         convolved = self.conv_branch(query.permute(1, 2, 0)).permute(2, 0, 1)  # S x B x C -> B x C x S -> S x B x C/2
-        return torch.cat([attended, convolved], dim=2), a_logit, weights
+        return torch.cat([attended, convolved], dim=2), a_logit

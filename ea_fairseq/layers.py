@@ -40,7 +40,7 @@ class Residual:
         return norm(x) if self.normalize_before else x
 
     def leave(self, norm: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
-        """x is what the part gave."""
+        """x: the part's output; residual: what entered it, before any norm."""
         x = self.residual_connection(self.dropout_module(x), residual)
         return x if self.normalize_before else norm(x)
 
@@ -97,7 +97,7 @@ class EAEncoderLayer(Residual, TransformerEncoderLayerBase):
             return super().forward(x, encoder_padding_mask, attn_mask), None
         masked = None if attn_mask is None else attn_mask.bool()
         y = self.enter(self.self_attn_layer_norm, x)
-        y, a_logit, _ = self.self_attn(y, encoder_padding_mask, masked, previous=previous_map, keep_map=keep_map)
+        y, a_logit = self.self_attn(y, encoder_padding_mask, masked, previous=previous_map, keep_map=keep_map)
         x = self.leave(self.self_attn_layer_norm, y, x)
         y = self.activation_dropout_module(self.activation_fn(self.fc1(self.enter(self.final_layer_norm, x))))
         return self.leave(self.final_layer_norm, self.fc2(y), x), a_logit

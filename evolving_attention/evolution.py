@@ -167,8 +167,8 @@ def check(rule: str, kernel_size: int, alpha: Share, beta: Share, conv_layers: i
     """Refuse settings that no attention can have.
 
     Raises:
-        ValueError: a rule or a kind of convolution that is not there, a kernel without a middle, a share that is none,
-            or several convolutions where the rule has one.
+        ValueError: an unknown rule or kind of convolution, an even kernel, a share outside of [0, 1], or several
+            convolutions where the rule has one.
     """
     for name, value, known in (("rule", rule, RULES), ("conv", conv, CONVOLUTIONS)):
         if value not in known:

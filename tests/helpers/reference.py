@@ -191,7 +191,7 @@ def compare_layers(layers, padding, attention=attention):
     def run():
         fast, previous = x.unsqueeze(1), None
         for layer in layers:
-            fast, previous, _ = layer(fast, padding[None], previous=previous, keep_map=True)
+            fast, previous = layer(fast, padding[None], previous=previous, keep_map=True)
         return fast[~padding, 0]
 
     slow, previous = x, None

@@ -23,7 +23,7 @@ def encoder(plain):
     modules = torch.nn.ModuleList(layers)
 
     def run(x):
-        x, a_logit, _ = modules[0](x, keep_map=True)
+        x, a_logit = modules[0](x, keep_map=True)
         return modules[1](x, previous=a_logit)[0]
 
     return modules, run

@@ -8,8 +8,7 @@ import torch
 from helpers.models import batch
 from helpers.promises import MODELS, lively, outputs
 
-from ea_fairseq.attention import EncoderSelfAttention
-from evolving_attention.evolution import Evolution, Geometry
+from evolving_attention import Evolution, EvolvingAttention, Geometry
 
 HALF = [torch.float16, torch.bfloat16]
 
@@ -46,8 +45,8 @@ def test_half_precision_gives_float32s_numbers(name, dtype):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @torch.no_grad()
 def test_weights_are_float32_at_least(dtype):
-    module, x = EncoderSelfAttention(8, 2, beta=0.5).to(dtype).eval(), torch.randn(5, 2, 8).to(dtype)
-    assert module(x, need_weights=True)[2].dtype == torch.float32
+    module, x = EvolvingAttention(Geometry.ENCODER_SELF, 8, 2).to(dtype), torch.randn(2, 5, 8).to(dtype)
+    assert module(x, need_weights=True).weights.dtype == torch.float32
 
 
 @torch.no_grad()
