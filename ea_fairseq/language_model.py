@@ -8,7 +8,7 @@ from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 
-from evolving_attention.evolution import RULES, Geometry
+from evolving_attention.evolution import Geometry
 
 from .options import Settings, add_options, as_namespace
 from .transformer import EATransformerDecoder, EvolvingModel
@@ -36,7 +36,7 @@ class EATransformerLanguageModel(EvolvingModel, TransformerLanguageModel):
         model = super().build_model(args, task)
         settings = Settings.of(args)
         rule, alpha = settings.rule, settings.decoder_alpha
-        if not RULES[rule].changes(alpha, 1.0, Geometry.DECODER_SELF):
+        if not Settings(rule=rule, decoder_alpha=alpha).evolves(Geometry.DECODER_SELF):
             raise ValueError(
                 f"--ea-rule {rule} with --ea-decoder-alpha {alpha:g}: nothing evolves in decoders, and a "
                 "language model has no encoder; leave the rule out"

@@ -136,19 +136,9 @@ class Settings:
         return self.alpha if geometry == Geometry.ENCODER_SELF else getattr(self, f"{KINDS[geometry]}_alpha")
 
     def evolves(self, geometry: Geometry) -> bool:
-        """Whether this kind of attention has to be ours; if not, fairseq's own module is built.
-
-        It has to be where its maps evolve, where its logits are no scaled dot products, and where a convolution is
-        beside it.
-        """
-        if self.score != "dot" or self._relative_positions_in(geometry):
-            return True
-        if self.conv_branch and geometry == Geometry.ENCODER_SELF:
-            return True
-        rule = RULES[self.rule]
-        later = self._takes_map(geometry)
-        may_learn = self.learn_mix and any(rule.depends_on(False, geometry) + rule.depends_on(later, geometry))
-        return may_learn or rule.changes(self.alpha_of(geometry), self.beta_of(geometry), geometry)
+        """Whether this kind of attention has to be ours; if not, fairseq's own module is built."""
+        plain = Settings(alpha=0.0, beta=0.0).function(geometry)
+        return any(self.function(geometry, first) != plain for first in (True, False))
 
     def _relative_positions_in(self, geometry: Geometry) -> int:
         """Distances between source and target positions mean nothing: encoder-decoder attention has none."""
@@ -265,11 +255,8 @@ def check_options(args: argparse.Namespace, sides: tuple[str, ...] = ("encoder",
         sides: the sides that the model has: "encoder", "decoder" or both.
 
     Raises:
-        ValueError: an unknown setting that begins with ea_, alpha or beta outside of [0, 1], an even kernel, an unknown
-            rule or score, relative positions below 1, a flag that changes nothing of the model, options that a rule
-            does not have (several convolutions, anything to learn), heads that do not divide the dimension or half of
-            it, --ea-conv-branch without an encoder, --cross-self-attention, and --mha-heads-to-keep where the encoder's
-            maps evolve.
+        ValueError: a setting that is unknown, out of range or without effect, or does not go with the rule, the sizes
+            or fairseq's other options.
     """
     settings = _read(args)
     chosen = RULES[settings.rule]

@@ -98,11 +98,6 @@ class Rule:
         """Whether the rule is for this kind of attention."""
         return geometry == Geometry.ENCODER_SELF or self.decoder is not None
 
-    def changes(self, alpha: float, beta: float, geometry: Geometry) -> bool:
-        """Whether A_logit of some layer is anything but its own logits."""
-        both = (self.coefficients(alpha, beta, has_previous, geometry) for has_previous in (False, True))
-        return any((c, d, e) != (0, 0, 1) for _, _, c, d, e in both)
-
     def uses_previous(self, alpha: float, beta: float, geometry: Geometry = Geometry.ENCODER_SELF) -> bool:
         """Whether a previous map, or that there is one, has any effect: else none need be handed on."""
         a, _, c, d, _ = self.coefficients(alpha, beta, True, geometry)
