@@ -195,7 +195,7 @@ class Batches:
                 line.answer.set_result((hypotheses[: line.n_best], began, time.monotonic()))
 
 
-def application(translator: Translator, limits: Limits | None = None, batch: int = 32) -> FastAPI:
+def application(translator: Translator, limits: Limits, batch: int) -> FastAPI:
     """The server as an ASGI application.
 
     Args:
@@ -206,7 +206,6 @@ def application(translator: Translator, limits: Limits | None = None, batch: int
     Raises:
         ValueError: batch is below 1.
     """
-    limits = limits or Limits()
     check_whole("batch", batch)
     batches = Batches(translator, batch, limits.work)
     checker = ThreadPoolExecutor(1)  # a line of each request in turn
@@ -415,8 +414,8 @@ class Server(uvicorn.Server):
         limits = limits or Limits()
         bounded = protocol(limits.connections, limits.headers, limits.seconds + limits.headers)
         app = application(translator, limits, batch)
-        quiet = partial(uvicorn.Config, log_level="error", access_log=False, server_header=False)
-        super().__init__(quiet(app, http=bounded, ws="none", backlog=ACCEPTED))
+        quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, http=bounded, ws="none", backlog=ACCEPTED, **quiet))
         self._listener, self._started = listener, started
         #: of `started`
         self.fault: BaseException | None = None

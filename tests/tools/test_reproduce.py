@@ -518,6 +518,12 @@ def test_a_cell_that_fails_is_not_scored_and_ends_with_a_status(toy, instead, ca
     assert "failed: Plain, " in capsys.readouterr().err
 
 
+def test_a_command_that_cannot_be_started_is_named(toy, instead, capsys):
+    """The cells behind it would wait for its place for ever."""
+    instead(lambda label: [[str(toy / "none")]])
+    check_refusal(capsys, reproduce.main, options(toy, "--at-once", 1, "--gpus", 0), [f"{toy}/none: "])
+
+
 def test_a_run_does_not_outlive_its_command(toy):
     """Told to end, it ends the runs that it started, too."""
     code = "import dataclasses\nfrom ea_tools.tables import reproduce\n"

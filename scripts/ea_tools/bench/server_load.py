@@ -47,4 +47,7 @@ def main() -> None:
     if not text or args.requests < 2 or args.clients < 1:
         parser.error("expected lines on standard input, 2 requests or more, and 1 client or more")
     lines = itertools.islice(itertools.cycle(text), args.requests)
-    print(load(args.address, list(lines), args.clients)[1])
+    try:
+        print(load(args.address, list(lines), args.clients)[1])
+    except httpx.HTTPError as error:
+        sys.exit(f"server_load: {args.address}: {error}")

@@ -182,18 +182,22 @@ def _load(loaded: Loaded, subset: str) -> FairseqDataset:
     return dataset
 
 
-def tally(loaded: Loaded, sample: Sample, tokens: int = BATCH_TOKENS) -> dict[Place, Sums]:
-    """The statistics of every layer, sentence by sentence."""
-    import torch
-
-    from ea_tools.maps.collect import collect
-
+def check_lengths(loaded: Loaded, sample: Sample) -> None:
+    """Refuse a sample with a sentence that is too long for the model."""
     most = loaded.model.max_positions()
     _, too_long = sample.dataset.filter_indices_by_size(np.arange(sample.size), most)
     if len(too_long):
         raise UserError(
             f"sentence {min(too_long) + 1}: {loaded.checkpoint} takes at most {most} tokens; give fewer --sentences"
         )
+
+
+def tally(loaded: Loaded, sample: Sample, tokens: int = BATCH_TOKENS) -> dict[Place, Sums]:
+    """The statistics of every layer, sentence by sentence."""
+    import torch
+
+    from ea_tools.maps.collect import collect
+
     sums: dict[Place, Sums] = {}
     with tqdm(total=sample.size, unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
         for batch in sample.batches(tokens):
@@ -231,6 +235,8 @@ def examine(args: argparse.Namespace) -> Report:
 
     models = [loaded for loaded in load_models(args.run, args.compare, args.data, with_text=True) if loaded]
     sample = read_sample(models[0], args.subset, args.sentences, args.gold, args.gold_from)
+    for loaded in models:
+        check_lengths(loaded, sample)
     tallies = dict(zip(STYLES, (tally(loaded, sample) for loaded in models), strict=False))
     statistics: Statistics = {}
     places = dict.fromkeys(place for sums in tallies.values() for place in sums)

@@ -199,9 +199,17 @@ def run_missing(cells: Sequence[Cell], args: argparse.Namespace, on_cpu: bool) -
     environments = slots(args, on_cpu)
     for environment in environments:
         free.put(environment)
+
+    def run(cell: Cell) -> bool:
+        slot = free.get()
+        try:
+            return run_cell(cell, slot, len(environments) > 1, ending)
+        finally:
+            free.put(slot)
+
     with ThreadPoolExecutor(len(environments)) as pool:
         try:
-            outcomes = pool.map(lambda cell: run_cell(cell, free, len(environments) > 1, ending), missing)
+            outcomes = pool.map(run, missing)
             went_well = list(tqdm(outcomes, total=len(missing), unit=" cells", disable=not missing))
         finally:  # at Ctrl-C and SIGTERM the runs end, too; they go on when the command is given again
             ending.set()
@@ -270,10 +278,9 @@ def free_gpus() -> list[str]:
     return [index for index, uuid in gpus if uuid not in busy and {index, uuid} & allowed]
 
 
-def run_cell(cell: Cell, free: queue.SimpleQueue[dict[str, str]], quiet: bool, ending: threading.Event) -> bool:
+def run_cell(cell: Cell, slot: dict[str, str], quiet: bool, ending: threading.Event) -> bool:
     """Run one cell's commands until one fails; says whether all went well. Side by side they write to a file."""
     cell.folder.mkdir(parents=True, exist_ok=True)
-    slot = free.get()
     with (cell.folder / "reproduce.log").open("a") if quiet else contextlib.nullcontext() as output:
         for command in cell.commands:
             say("+ " + shlex.join(command))
@@ -284,9 +291,8 @@ def run_cell(cell: Cell, free: queue.SimpleQueue[dict[str, str]], quiet: bool, e
                         return False
             if process.returncode:
                 say(f"failed: {cell.name}" + (f"; see {output.name}" if output else ""))
-                break
-    free.put(slot)
-    return not process.returncode
+                return False
+    return True
 
 
 def say(text: str) -> None:

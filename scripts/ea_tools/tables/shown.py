@@ -46,8 +46,9 @@ SCORES = {
 
 def write(folder: Path) -> None:
     """Write every table into the pages that have its marks."""
+    written = {name: lines(folder) for name, lines in TABLES.items()}
     for page in pages(folder):
-        if changed := [name for name, lines in TABLES.items() if show_in(page, name, lines(folder))]:
+        if changed := [name for name, lines in written.items() if show_in(page, name, lines)]:
             print(f"brought up to date: {page}: {', '.join(changed)}")
 
 
