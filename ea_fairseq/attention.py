@@ -70,10 +70,10 @@ class EvolvingMultiheadAttention(EvolvingHeads, MultiheadAttention):
 
     def __init__(self, geometry: Geometry, embed_dim: int, num_heads: int, **options: Any):
         of_fairseq = {name: options.pop(name) for name in _OF_FAIRSEQ & options.keys()}
+        for name in ("xformers_att_config", "add_bias_kv", "add_zero_attn"):  # before fairseq asks for xFormers
+            if of_fairseq.get(name):
+                raise ValueError(f"{name}: evolving attention works without it; leave it out")
         MultiheadAttention.__init__(self, embed_dim, num_heads, **of_fairseq)
-        if self.use_xformers or self.bias_k is not None or self.add_zero_attn:
-            unknown = "--encoder-xformers-att-config, --decoder-xformers-att-config, add_bias_kv, add_zero_attn"
-            raise ValueError(f"{unknown}: evolving attention works without them; leave them out")
         self.dropout_module.module_name = MultiheadAttention.__name__  # for --retain-dropout-modules, as with fairseq's
         EvolvingHeads.__init__(self, geometry, num_heads, self.head_dim, **options)
 

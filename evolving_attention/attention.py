@@ -18,7 +18,7 @@ from . import masks
 from .cache import Cache
 from .call import Call, Result
 from .evolution import Evolution, Geometry
-from .functional import attend, check_previous
+from .functional import attend, check_maps
 from .kernels import sees
 from .plain import compose, logits_and_rows_above
 from .scores import SCORES, RelativePositions, dot_products
@@ -71,7 +71,8 @@ class EvolvingHeads:
         if score not in SCORES:
             raise ValueError(f"score {score!r}: must be one of {', '.join(SCORES)}")
         if relative_positions < 0 or (relative_positions and geometry == Geometry.ENCODER_DECODER):
-            raise ValueError(f"relative_positions {relative_positions}: must be 0 or more, and 0 in {geometry.value}")
+            expected = "must be 0 or more, and 0 in encoder-decoder attention"
+            raise ValueError(f"relative_positions {relative_positions}: {expected}")
         build_score = SCORES[score]
         self.score = None if build_score is None else build_score(heads, size)
         self.relative_positions = RelativePositions(relative_positions, size) if relative_positions else None
@@ -290,7 +291,7 @@ class EvolvingAttention(EvolvingHeads, nn.Module):
             cache = cache.append(self._heads(self.k_proj(source)), self._heads(self.v_proj(source)), padding)
         keys, values = cache.keys, cache.values
         assert keys is not None and values is not None, "a cache has both or neither"
-        check_previous(previous, q, keys, self.evolution.takes_map)
+        check_maps(self.evolution.takes_map, q, keys, previous)
         length = keys.size(2)
         if geometry == Geometry.DECODER_SELF:
             future = masks.future(q.size(2), length, q.device)

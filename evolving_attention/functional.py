@@ -64,11 +64,11 @@ def evolving_attention(
 
     Raises:
         ValueError: an unknown rule or geometry, a share out of range, a weight without a bias, a previous map in a
-            decoder where the rule is for encoders, or one of another shape.
+            decoder where the rule is for encoders, or maps of another shape.
     """
     geometry = Geometry(geometry)
     check(rule, 1 if weight is None else weight.size(-1), alpha, beta)
-    check_previous(previous, q, k, RULES[rule].evolves_in(geometry))
+    check_maps(RULES[rule].evolves_in(geometry), q, k, previous, logits)
     if geometry == Geometry.DECODER_SELF:
         unseen = future(q.size(2), k.size(2), q.device)[None, None]
         mask = unseen if mask is None else mask | unseen
@@ -97,15 +97,16 @@ def evolving_attention(
     return result.context, result.a_logit
 
 
-def check_previous(previous: Tensor | None, q: Tensor, k: Tensor, takes_map: bool) -> None:
-    """Raise ValueError unless a previous map is B x K x T x S, as q and k say: another might be broadcast.
+def check_maps(takes_map: bool, q: Tensor, k: Tensor, previous: Tensor | None, logits: Tensor | None = None) -> None:
+    """Raise ValueError unless given maps are B x K x T x S, as q and k say: others might be broadcast.
 
-    Also where an attention takes none.
+    Also where a previous one is given and none is taken.
     """
     if previous is not None and not takes_map:
         raise ValueError("previous: a first layer takes no map, nor does a decoder's by this rule; leave it out")
-    if previous is not None and previous.shape != (*q.shape[:3], k.size(2)):
-        raise ValueError(f"previous: must be {(*q.shape[:3], k.size(2))}, not {tuple(previous.shape)}")
+    for name, maps in (("previous", previous), ("logits", logits)):
+        if maps is not None and maps.shape != (*q.shape[:3], k.size(2)):
+            raise ValueError(f"{name}: must be {(*q.shape[:3], k.size(2))}, not {tuple(maps.shape)}")
 
 
 def attend(call: Call, evolution: Evolution | None = None, plain: bool = False) -> Result:

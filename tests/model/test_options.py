@@ -322,9 +322,9 @@ def test_no_architecture_has_the_model_name_of_fairseqs_transformer():
     assert not [arch for arch in of_fairseq if arch.startswith(("ea_", "pa_", "res_", "conv_"))]
 
 
-@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
-def test_keys_that_belong_to_no_position_are_refused(option):
-    """Their column of the map would have no neighbours."""
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn", "xformers_att_config"])
+def test_what_has_other_maps_or_none_is_refused(option):
+    """The column of keys that belong to no position would have no neighbours."""
     with pytest.raises(ValueError, match=option):
         DecoderAttention(Geometry.DECODER_SELF, 8, 2, self_attention=True, **{option: True})
 
