@@ -105,6 +105,8 @@ def _misfit(call: Call) -> str | None:
     q, k, v, weight, bias = call.q, call.k, call.v, call.weight, call.bias
     dtype, device = v.dtype, v.device
     compiling = torch.compiler.is_compiling()  # then tensors are of other types, and stand for plain ones
+    if compiling and torch.onnx.is_in_onnx_export():
+        return "ONNX knows no kernels"
     for x in tensors:
         if not (type(x) in PLAIN or compiling) or x.layout is not torch.strided or x.device != device:
             return "a tensor is on another device, or no plain dense one"

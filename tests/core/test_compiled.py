@@ -110,6 +110,17 @@ def test_an_exported_model_keeps_the_kernel(name):
     assert_close(program.module()(x, padding), model(x, padding), rtol=1e-6, atol=1e-6)
 
 
+@torch.no_grad()
+def test_an_onnx_graph_has_operations_that_onnx_knows():
+    runtime, (x, padding) = pytest.importorskip("onnxruntime"), padded()
+    model, dynamic = TwoLayers(**SHAPES["evolving"]).eval(), dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)
+    graph = torch.onnx.export(model, (x, padding), dynamo=True, dynamic_shapes=(dynamic, dynamic), verbose=False)
+    session = runtime.InferenceSession(graph.model_proto.SerializeToString())
+    x, padding = torch.randn(3, 7, 8), torch.zeros(3, 7, dtype=torch.bool)
+    (output,) = session.run(None, {"x": x.numpy(), "padding": padding.numpy()})
+    assert_close(torch.from_numpy(output), model(x, padding), rtol=1e-5, atol=1e-5)
+
+
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes the calls of our operations."""
 
