@@ -71,11 +71,11 @@ def save(state: dict[str, Any], path: Path | str) -> None:
 def holds(path: Path, state: dict[str, Any]) -> bool:
     """Whether a checkpoint file has these weights."""
     try:
-        kept = load(path)["model"] if path.is_file() else {}
+        stored = load(path)["model"] if path.is_file() else {}
     except DamagedError:
         return False
     weights = state["model"]
-    return kept.keys() == weights.keys() and all(kept[key].equal(value) for key, value in weights.items())
+    return stored.keys() == weights.keys() and all(stored[key].equal(value) for key, value in weights.items())
 
 
 def _skeleton(state: dict) -> dict[str, Any]:

@@ -206,11 +206,11 @@ def of_model(checkpoint: Path, state: dict, run: Path | None = None, data: Prepa
         for other in others:
             kept.require_same(other, run)
     preparation = kept or data or Preparation.at(trained_on(checkpoint, state))
-    task, given = task_of(state), preparation.languages
+    task, prepared = task_of(state), preparation.languages
     trained = (task.get("source_lang"), task.get("target_lang"))
-    if all(trained) and trained != given:
+    if all(trained) and trained != prepared:
         raise UserError(
-            f"{checkpoint} translates {'-'.join(map(str, trained))}, and {preparation.folder} is {'-'.join(given)}; "
+            f"{checkpoint} translates {'-'.join(map(str, trained))}, and {preparation.folder} is {'-'.join(prepared)}; "
             "give the data of its training"
         )
     check_dictionaries(preparation, checkpoint, state)

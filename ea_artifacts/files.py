@@ -54,8 +54,8 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
 def writable(folder: Path) -> bool:
     """Whether files can be made in a folder, which need not be there yet: others' runs may be read-only."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return os.access(there, os.W_OK | os.X_OK, effective_ids=True)
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return os.access(nearest, os.W_OK | os.X_OK, effective_ids=True)
 
 
 def read_json(path: Path) -> Any:

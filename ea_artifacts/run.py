@@ -118,11 +118,11 @@ class Run:
             UserError: there are fewer.
         """
         run, paths = self.path, self.last(count)
-        if (there := len(paths)) < count:
-            hint = f"give --average {there}, or --best for the best one" if there else "train it first"
+        if (present := len(paths)) < count:
+            hint = f"give --average {present}, or --best for the best one" if present else "train it first"
             if (kept := run / f"average{count}.pt").exists():  # and the checkpoints that it is made of were removed
                 hint = f"give --checkpoint {kept}"
-            raise UserError(f"{run}: expected {count} checkpoints to average, found {there}; {hint}")
+            raise UserError(f"{run}: expected {count} checkpoints to average, found {present}; {hint}")
         output, state = run / f"average{count}.pt", average(paths)
         if not holds(output, state):
             folder = run / "eval"

@@ -72,8 +72,8 @@ def measure(
     batch = max(1, args.tokens // length)
     problem = make_problem(device, common.DTYPES[precision], kind, heads, length, batch, args.kernel_size)
     runs = {name: PATHS[name](problem) for name in dict.fromkeys(["plain", *args.paths])}
-    found = {name: results_of(run, problem) for name, run in runs.items() if name != "sdpa"}
-    worst = {name: largest_difference(one, found["plain"]) for name, one in found.items()}
+    results = {name: results_of(run, problem) for name, run in runs.items() if name != "sdpa"}
+    worst = {name: largest_difference(one, results["plain"]) for name, one in results.items()}
     loops = {  # how many calls make up one timing
         which: max(1, round(SHORTEST_TIMING / fastest(partial(call, runs["plain"], problem), 3, device)))
         for which, call in PASSES.items()

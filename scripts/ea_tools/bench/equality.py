@@ -143,12 +143,12 @@ def hypotheses(report: Setting, precision: str) -> Row:
     model = decoding.ready(model, config, precision, report.device)
     search = decoding.searcher(task, model, config, report.device)
     batches = decoding.choose(args, task, "12")  # a graph has at most 64 hypotheses
-    found = [[best[0] for batch in batches for best in search(batch)]]
+    ways = [[best[0] for batch in batches for best in search(batch)]]
     replayed = model.decoder.graphs and bool(graphs._IDLE.get(model.decoder))  # an error switches graphs off
     model.decoder.graphs = False
-    found.append([best[0] for batch in batches for best in search(batch)])
-    same = [torch.equal(a["tokens"], b["tokens"]) for a, b in zip(*found, strict=True)]
-    scores = torch.tensor([[float(best["score"]) for best in way] for way in found])
+    ways.append([best[0] for batch in batches for best in search(batch)])
+    same = [torch.equal(a["tokens"], b["tokens"]) for a, b in zip(*ways, strict=True)]
+    scores = torch.tensor([[float(best["score"]) for best in way] for way in ways])
     worst, share = float((scores[0] - scores[1]).abs().max() / scores[1].abs().max()), sum(same) / len(same)
     is_right = replayed and worst <= LIMIT[precision] and (share == 1 or precision != "fp32")
     return {"label": f"decoding, graphs, {precision}", "same": share, "score": worst, "ok": is_right}

@@ -202,9 +202,9 @@ def decode(report: Setting) -> Iterator[Row]:
     """One sentence at a time, beam 5: stock, ours with graphs, and without."""
     args = report.decoding_settings()
     result = decoding.measure(args, report.device, "base", report.precision("bf16"), 5, "1")
-    for name, found in result["tokens_per_second"].items():
+    for name, per_second in result["tokens_per_second"].items():
         ratio = result["ratios"].get(name, {"median": 1.0})["median"]
-        yield {"label": f"base: {name}", "tokens_per_second": found["median"], "of_stock": ratio}
+        yield {"label": f"base: {name}", "tokens_per_second": per_second["median"], "of_stock": ratio}
 
 
 STEPS: dict[str, Callable[[Setting], Iterator[Row]]] = {

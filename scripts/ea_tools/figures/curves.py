@@ -69,8 +69,8 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
     runs, without = [], []
     for path in paths:
         try:
-            kept = REPO / "results" / "logs" / log_name(str(path))
-            runs.append(read(path) if path.exists() or not kept.exists() else replace(read(kept), path=path))
+            record = REPO / "results" / "logs" / log_name(str(path))
+            runs.append(read(path) if path.exists() or not record.exists() else replace(read(record), path=path))
         except NoLossError as error:
             without.append(error)
     if not runs:
@@ -171,8 +171,8 @@ def report(runs: Sequence[Run]) -> None:
 def _reached(run: Run, level: float) -> str:
     """ "@ 1,000": the first update with a validation loss of at most this level."""
     updates, losses = run.points.get("valid", (np.array([]), np.array([])))
-    there = updates[losses <= level]
-    return f"@ {there[0]:,.0f}" if len(there) else "-"
+    reached = updates[losses <= level]
+    return f"@ {reached[0]:,.0f}" if len(reached) else "-"
 
 
 def _plain(value: float, digits: int) -> str:

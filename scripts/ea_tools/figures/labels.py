@@ -20,10 +20,10 @@ def families(text: str) -> tuple[tuple[str, ...], set[str]]:
     names: list[str] = []
     missing = {letter for letter in text if letter.isprintable()}
     for name, path in _fonts():
-        there = {letter for letter in missing if get_font(path).get_char_index(ord(letter))}
-        if there or not names:
+        covered = {letter for letter in missing if get_font(path).get_char_index(ord(letter))}
+        if covered or not names:
             names.append(name)
-            missing -= there
+            missing -= covered
         if not missing:
             break
     return tuple(names), missing

@@ -148,13 +148,13 @@ class _StockHook:
         self._padded_rows = None  # B x T
 
     def before_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-        self._padded_rows = given.get("encoder_padding_mask" if self._kind == "encoder" else "self_attn_padding_mask")
+        bound = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+        self._padded_rows = bound.get("encoder_padding_mask" if self._kind == "encoder" else "self_attn_padding_mask")
 
     @torch.no_grad()
     def __call__(self, attention: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        given = inspect.signature(attention.forward).bind(*args, **kwargs).arguments
-        logits, masked = _stock_logits(attention, **given)
+        bound = inspect.signature(attention.forward).bind(*args, **kwargs).arguments
+        logits, masked = _stock_logits(attention, **bound)
         weights = masked_softmax(logits, masked)
         logits = _cpu(logits)
         self._collected.layers.append(

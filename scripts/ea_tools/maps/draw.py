@@ -137,8 +137,8 @@ def chosen(look: Look, args: argparse.Namespace) -> list[Row]:
     for kind in dict.fromkeys(args.kind or look.kinds):
         layers = look.layers(kind)
         if not layers:
-            there = ", ".join(KINDS[one] for one in look.kinds)
-            raise UserError(f"--kind {kind}: {look.name} has no {KINDS[kind]}; it has {there}")
+            kinds = ", ".join(KINDS[one] for one in look.kinds)
+            raise UserError(f"--kind {kind}: {look.name} has no {KINDS[kind]}; it has {kinds}")
         for layer in _spread(args.layer or [(len(layers) + 1) // 2], layers):
             heads = range(1, look.maps[kind, layers[0]].weights.size(1) + 1)
             rows += [Row(kind, layer, head) for head in _spread(args.head, heads)]

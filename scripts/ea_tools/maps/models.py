@@ -189,9 +189,9 @@ class Loaded:
         for sentence, side in ((source, "source"), (target, "target")):
             if sentence is not None:
                 self._must_fit(sentence.ids, side)
-        given = source.ids[None] if source else None
+        tokens = source.ids[None] if source else None
         with collect(self.model) as collected:
-            self.model(**arguments(self.sides, given, self.reads(target)[1][None] if target else None))
+            self.model(**arguments(self.sides, tokens, self.reads(target)[1][None] if target else None))
         return collected.layers
 
 

@@ -118,10 +118,10 @@ def figure(look: Look, rows: list[Row], parts: list[str], sizes: Sizes) -> Figur
 
 def _line(look: Look, row: Row, parts: list[str], panels: numpy.ndarray, sizes: Sizes) -> None:
     """The panels of one row: one colour scale, the tokens of the map's rows beside the first of them."""
-    there = parts_of(look, row.kind, row.layer)
+    all_heads = parts_of(look, row.kind, row.layer)
     if look.in_words:
-        there = {part: of_words(look, row.kind, values) for part, values in there.items()}
-    maps = {part: one_head(there[part], row.head) if part in there else None for part in parts}
+        all_heads = {part: of_words(look, row.kind, values) for part, values in all_heads.items()}
+    maps = {part: one_head(all_heads[part], row.head) if part in all_heads else None for part in parts}
     most = max(numpy.nanmax(values) for values in maps.values() if values is not None)
     for axes, (part, values) in zip(panels, maps.items(), strict=True):
         axes.set_title(PARTS[part], loc="left", fontsize=sizes.heading)

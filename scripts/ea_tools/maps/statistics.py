@@ -173,8 +173,8 @@ def _load(loaded: Loaded, subset: str) -> FairseqDataset:
     path = loaded.data / loaded.stem.format(subset)
     if not path.is_file():
         ending = path.name.removeprefix(subset)
-        there = sorted(file.name.removesuffix(ending) for file in path.parent.glob(f"*{ending}"))
-        raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(there) or 'none'}")
+        available = sorted(file.name.removesuffix(ending) for file in path.parent.glob(f"*{ending}"))
+        raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(available) or 'none'}")
     loaded.task.load_dataset(subset)
     dataset = loaded.task.dataset(subset)
     if len(dataset) < 2:

@@ -89,8 +89,8 @@ def gather(table: Table, records: Records, seeds: Iterable[int], average: int | 
     for row, column in itertools.product(table.rows, table.columns):
         runs = {seed: table.run(row, column.recipe, seed) for seed in seeds}
         key = column.subset, settings(table.averaged(row, average))
-        found = {seed: records.rows.get((run, *key)) for seed, run in runs.items()}
-        scores = {seed: one for seed, one in found.items() if one and column.metric in one["scores"]}
+        scored = {seed: records.rows.get((run, *key)) for seed, run in runs.items()}
+        scores = {seed: one for seed, one in scored.items() if one and column.metric in one["scores"]}
         entries[row.label, column.label] = Entry(column.metric, row.paper.get(column.key), scores)
     for column in table.columns:
         text = None
@@ -289,9 +289,9 @@ def draw(table: Table, entries: Mapping[tuple[str, str], Entry], path: Path) -> 
         for height, label in enumerate(labels):
             entry = entries[label, column.label]
             if entry.scores:
-                spread = statistics.stdev(entry.values) if len(entry.values) > 1 else None
+                deviation = statistics.stdev(entry.values) if len(entry.values) > 1 else None
                 mean = statistics.mean(entry.values)
-                panel.errorbar(mean, height, xerr=spread, fmt="o", color=style.COLOURS[0], capsize=3)
+                panel.errorbar(mean, height, xerr=deviation, fmt="o", color=style.COLOURS[0], capsize=3)
             if entry.paper is not None:
                 panel.plot(entry.paper, height, "D", color=style.COLOURS[1], fillstyle="none")
         if not panel.has_data():

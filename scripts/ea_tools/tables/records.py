@@ -157,7 +157,7 @@ class Records:
 
     def translations(self, row: Score) -> list[str] | None:
         """The translations of a row, or None where none are kept."""
-        return self._columns(row)[row["hypotheses"]] if "hypotheses" in row else None
+        return self._columns(row).get(row.get("hypotheses", ""))
 
     def test_against(self, row: Score, baseline: Score, text: Text | None) -> dict[str, Any] | None:
         """The paired bootstrap test of two rows' translations, by sacreBLEU; None where they or `text` lack.

@@ -94,9 +94,9 @@ def speed(folder: Path) -> list[str]:
         kinds += [(f"decoding, {label}", ("decoding",), {"beam": beam, "batch": batch}, "ours")]
     rows = []
     for label, files, settings, name in kinds:
-        found = Benchmark(folder, *files)
+        benchmark = Benchmark(folder, *files)
         plain, rounded = (
-            [found.pick(precision=one, size=size, **settings) for size in SIZES] for one in ("fp32", "bf16")
+            [benchmark.pick(precision=one, size=size, **settings) for size in SIZES] for one in ("fp32", "bf16")
         )
         medians = [
             a["tokens_per_second"][name]["median"] / b["tokens_per_second"]["stock"]["median"]
@@ -117,10 +117,10 @@ def memory(folder: Path) -> list[str]:
 
 def growth(folder: Path) -> list[str]:
     """Speed and memory by the length of sentences."""
-    found = Benchmark(folder, "growth").results
-    rows = [["speed, ours / stock", *(f"{one['ratio']['median']:.2f}" for one in found)]]
-    rows.append(["peak memory, ours / stock, MiB", *map(mebibytes, found)])
-    return markdown_table(["tokens in a sentence", *(f"{one['length']:,}" for one in found)], rows)
+    results = Benchmark(folder, "growth").results
+    rows = [["speed, ours / stock", *(f"{one['ratio']['median']:.2f}" for one in results)]]
+    rows.append(["peak memory, ours / stock, MiB", *map(mebibytes, results)])
+    return markdown_table(["tokens in a sentence", *(f"{one['length']:,}" for one in results)], rows)
 
 
 def bfloat16(folder: Path) -> list[str]:
@@ -155,11 +155,11 @@ def on_a_gpu(folder: Path) -> list[str]:
 
 def attention(folder: Path) -> list[str]:
     """One attention alone, by the length of sentences."""
-    found, rows = Benchmark(folder, "attention"), []
-    lengths = sorted({one["length"] for one in found.results})
+    benchmark, rows = Benchmark(folder, "attention"), []
+    lengths = sorted({one["length"] for one in benchmark.results})
     names = {"encoder": "encoder", "decoder": "decoder", "cross": "encoder-decoder"}
     for label, kind, heads in [(f"{names[kind]}, K = {heads}", kind, heads) for heads in (4, 8) for kind in names]:
-        paths = [found.pick(kind=kind, heads=heads, length=length)["paths"] for length in lengths]
+        paths = [benchmark.pick(kind=kind, heads=heads, length=length)["paths"] for length in lengths]
         costs = [{path: passes["forward + backward"] for path, passes in one.items()} for one in paths]
         times = [{path: cost["milliseconds"]["median"] for path, cost in one.items()} for one in costs]
         for path, other in (("plain", "plain composition"), ("sdpa", "stock attention")):
@@ -172,10 +172,11 @@ def attention(folder: Path) -> list[str]:
 
 def exported(size: str, names: tuple[str, ...], folder: Path) -> list[str]:
     """Exported models against stock's in fairseq."""
-    paths, found = ("ours", "exported", "exported int8", "ctranslate2", "ctranslate2 int8"), Benchmark(folder, *names)
+    paths = ("ours", "exported", "exported int8", "ctranslate2", "ctranslate2 int8")
+    benchmark = Benchmark(folder, *names)
     rows = []
     for beam, batch in DECODING.values():
-        ratios = found.pick(beam=beam, batch=batch)["ratios"]
+        ratios = benchmark.pick(beam=beam, batch=batch)["ratios"]
         rows.append([f"{beam}, {batch}", *(f"{ratios[path]['median']:.2f}" for path in paths)])
     head = [f"`{size}`: beam, sentences", "EA in fairseq", "exported", "exported, int8"]
     return markdown_table([*head, "CTranslate2, plain", "CTranslate2, plain, int8"], rows)

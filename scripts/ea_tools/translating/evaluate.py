@@ -202,10 +202,11 @@ def translate(
     begin = time.perf_counter()
     with tqdm(total=len(sources), unit=" sentences", mininterval=0.1 if sys.stderr.isatty() else 10) as progress:
         try:
-            found = translator.search_all(cut, settings, batch, done=progress.update)
+            searched = translator.search_all(cut, settings, batch, done=progress.update)
         except ValueError as error:  # settings that do not go together
             raise UserError(str(error)) from None
-    seconds, best = time.perf_counter() - begin, [hypotheses[0].tokens if hypotheses else () for hypotheses in found]
+    seconds = time.perf_counter() - begin
+    best = [hypotheses[0].tokens if hypotheses else () for hypotheses in searched]
     rates = {"sentences_per_second": len(best), "tokens_per_second": sum(len(tokens) + 1 for tokens in best)}
     speed = {"seconds": round(seconds, 1), **{name: round(count / seconds, 2) for name, count in rates.items()}}
     return list(map(translator.words, best)), speed
@@ -259,8 +260,8 @@ def reference_file(data: Preparation, subset: str) -> Path:
     """The raw references of a split, or an error that names the splits there are."""
     path = data.folder / "raw" / f"{subset}.{data.target_lang}"
     if not path.is_file():
-        there = sorted(path.stem for path in path.parent.glob(f"*.{data.target_lang}"))
-        raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(there) or 'none'}")
+        available = sorted(path.stem for path in path.parent.glob(f"*.{data.target_lang}"))
+        raise UserError(f"--subset {subset}: {path} does not exist; available: {', '.join(available) or 'none'}")
     return path
 
 
@@ -302,10 +303,11 @@ def read_baseline(args: argparse.Namespace, data: str, references: Sequence[str]
     split = split_name(args.against, data, args.subset)
     stem = split if args.other_settings else f"{split}.{settings_name(args)}"
     if not all((folder / f"{stem}.{kind}").exists() for kind in ("json", "hyp.txt")):
-        there = sorted(path.stem for path in folder.glob(f"{split}.*.json"))
+        available = sorted(path.stem for path in folder.glob(f"{split}.*.json"))
+        others = f". There are: {', '.join(available)}; --other-settings takes the last of them" if available else ""
         raise UserError(
             f"--against {args.against}: {folder / stem}.json does not exist; evaluate that run first, with the same "
-            "settings" + (f". There are: {', '.join(there)}; --other-settings takes the last of them" if there else "")
+            f"settings{others}"
         )
     result = read_json(folder / f"{stem}.json")
     if result.get("references") != digest(references):

@@ -1,4 +1,4 @@
-"""Export a translation or language model to ONNX: a folder for ea_runtime, compared with PyTorch before it is left."""
+"""Export a translation or language model to ONNX, a folder for ea_runtime, and compare its scores with PyTorch's."""
 
 from __future__ import annotations
 
@@ -144,16 +144,16 @@ def quantise(folder: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     for name in sorted(path.name for path in folder.glob("*.onnx")):
-        given = folder / f"float32-{name}"
-        (folder / name).rename(given)
+        float32 = folder / f"float32-{name}"
+        (folder / name).rename(float32)
         options = {
             "per_channel": True,
             "weight_type": QuantType.QInt8,
             "reduce_range": True,  # 7 bits: CPUs without VNNI add two products in 16 bits, and cut larger sums off
             "op_types_to_quantize": ["MatMul", "Gemm", "Gather"],
         }
-        quantize_dynamic(given, folder / name, **options)
-        given.unlink()
+        quantize_dynamic(float32, folder / name, **options)
+        float32.unlink()
         shrink(folder / name)
 
 
@@ -258,8 +258,8 @@ def compare(loaded: Translator, folder: Path, close: float) -> float:
     differences = []
     for source, target, score in zip(sources, targets, exported, strict=True):
         before = target.roll(1)[None]  # the end of a sentence comes before its first word
-        given = (source[None], torch.tensor([len(source)]), before) if is_translation else (before,)
-        of_words = model.get_normalized_probs(model(*given), log_probs=True)[0].detach()
+        arguments = (source[None], torch.tensor([len(source)]), before) if is_translation else (before,)
+        of_words = model.get_normalized_probs(model(*arguments), log_probs=True)[0].detach()
         expected = float(of_words.gather(1, target[:, None]).sum())
         differences.append(abs(score - expected) / len(target))
     largest = next((x for x in differences if not x <= close), max(differences))  # NaN is the largest of all
