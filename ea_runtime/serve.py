@@ -414,8 +414,10 @@ class Server(uvicorn.Server):
         limits = limits or Limits()
         bounded = protocol(limits.connections, limits.headers, limits.seconds + limits.headers)
         app = application(translator, limits, batch)
-        quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
-        super().__init__(uvicorn.Config(app, http=bounded, ws="none", backlog=ACCEPTED, **quiet))
+        config = uvicorn.Config(
+            app, http=bounded, ws="none", backlog=ACCEPTED, log_level="error", access_log=False, server_header=False
+        )
+        super().__init__(config)
         self._listener, self._started = listener, started
         #: of `started`
         self.fault: BaseException | None = None

@@ -200,7 +200,8 @@ def test_scores_are_those_of_the_translations(toy, data, capsys, monkeypatch):
     rows[1]["scores"]["tokenised_bleu"]["score"] = 50  # of tokens that came with the text, which are not kept
     found = [list(rescore.differences(rows[1], text.written, one)) for one in (text, given)]
     assert [sorted(line.split(": ")[1] for line in lines) for lines in found] == [["chrf", "tokenised_bleu"], ["chrf"]]
-    assert "rows: none" in refusal(capsys, reproduce.main, *words, "--results", toy / "empty", writes_to=toy)
+    said = refusal(capsys, reproduce.main, *words, "--results", toy / "empty", writes_to=toy)
+    assert f"{toy}/empty: rows: none" in said
 
 
 def test_two_commands_at_once_lose_no_row(tmp_path):

@@ -36,7 +36,9 @@ def check(records: Records) -> str:
             counts["recomputed"] += 1
             faults += differences(row, lines, text)
     said = f"rows: {listed(f'{count} {what}' for what, count in counts.items()) or 'none'}"
-    if faults or not counts["recomputed"]:
+    if not counts["recomputed"]:
+        raise UserError(f"{records.folder}: {said}; prepare a corpus of these rows in data/, or give other --results")
+    if faults:
         raise UserError("\n  ".join([said, *faults]))
     return said
 

@@ -53,7 +53,7 @@ class Run:
 def read(path: Path) -> Run:
     """The Run of a folder or a log file."""
     if not path.exists():
-        raise UserError(f"{path}: no such run folder or log file")
+        raise UserError(f"{path}: no such run folder, log file or name of a run in results/scores.jsonl")
     log = path / "log.jsonl" if path.is_dir() else path
     if not log.exists():
         if (path / record.FILE).exists():
