@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -350,6 +351,12 @@ def test_a_score_that_is_made_again_keeps_comet(data, half_way, monkeypatch, cap
     assert again["scores"]["comet"] == comet
     assert "against" not in again, "the other run may have been evaluated anew"
     assert json.loads((half_way / "eval/test.json").read_text()) == again
+    monkeypatch.setattr(metrics, "comet", Mock(side_effect=UserError("no such model")))
+    (half_way / "eval/test.json").unlink()
+    with pytest.raises(UserError, match="no such model"):
+        score_run(data, half_way, "--average", 2, "--comet", "another model")
+    kept = json.loads((half_way / "eval/test.json").read_text())
+    assert kept["scores"] == again["scores"], "neither these scores are lost nor COMET's of before"
     monkeypatch.setattr(evaluate, "translate", lambda *_: (["something else"] * again["sentences"], None))
     other = score_run(data, half_way, "--average", 2, "--against", half_way)
     assert "comet" not in other["scores"]

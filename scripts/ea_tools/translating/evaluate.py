@@ -136,24 +136,31 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "command": portable(args.command),
         **provenance(on_cpu=run.is_export or "cpu" in args.search_flags),
     }
+    fault = None
     if args.comet:
         raw = as_written(args.data / "raw" / f"{args.subset}.{source}", data, source)
         gpu = not result["device"].startswith("CPU")
-        result["scores"]["comet"] = metrics.comet(args.comet, raw, detokenised, written, gpu)
+        try:
+            result["scores"]["comet"] = metrics.comet(args.comet, raw, detokenised, written, gpu)
+        except UserError as error:  # the other scores must not be lost
+            fault = error
     if baseline:
         difference = metrics.compare(system=detokenised, baseline=baseline, **metric_options)
         result["against"] = {"run": str(args.against), **difference}
-    if not args.comet and (comet := comet_of_before(results / stem, result, detokenised)):
+    if "comet" not in result["scores"] and (comet := comet_of_before(results / stem, result, detokenised)):
         result["scores"]["comet"] = comet
     report(result)
-    if not writable(results):
+    if writable(results):
+        for place in (stem, split):
+            with replacing(results / f"{place}.hyp.txt") as temporary:
+                temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
+            write_json(results / f"{place}.json", result)
+        last = f"as the last of its split also {split}.json, .hyp.txt"
+        print(f"  written: {results / stem}.json, .hyp.txt beside it; {last}")
+    else:
         say(f"evaluate: note: {results} cannot be written, so nothing is kept")
-        return result
-    for place in (stem, split):
-        with replacing(results / f"{place}.hyp.txt") as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in detokenised), encoding="utf-8")
-        write_json(results / f"{place}.json", result)
-    print(f"  written: {results / stem}.json, .hyp.txt beside it; as the last of its split also {split}.json, .hyp.txt")
+    if fault:
+        raise fault
     return result
 
 
