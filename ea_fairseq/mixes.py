@@ -23,14 +23,13 @@ def learnt_mixes(model: nn.Module) -> dict[str, float]:
 
 
 def log_mixes(model: nn.Module) -> None:
-    """While fairseq validates, give it a model's learnt mixes for its log and TensorBoard.
+    """Give fairseq a model's learnt mixes for its log and TensorBoard, where it collects such values.
 
-    fairseq's log takes the values in ``metrics`` while it collects, which it does in validation and in training. A
-    model that is evaluated outside of that gives nothing to anybody.
+    It collects in validation and in training. A model that is evaluated outside of that gives nothing to anybody.
     """
     always_there = metrics.get_meters("default")
     collecting = any(meters is not always_there for meters in metrics.get_active_aggregators())
-    if model.training or not collecting:
+    if not collecting:
         return
     for name, value in learnt_mixes(model).items():
         metrics.log_scalar(name, value, weight=0, priority=300, round=4)

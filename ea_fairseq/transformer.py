@@ -274,11 +274,14 @@ class EvolvingModel(BaseFairseqModel):
         model.learns_mix = Settings.of(args).learn_mix
         return model
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        """As fairseq's; and the learnt mixes go to fairseq's log, which a hook would do too, but not while tracing."""
-        if self.learns_mix:
+    def train(self, mode: bool = True) -> "EvolvingModel":
+        """As PyTorch's. fairseq calls ``eval`` before each batch of a validation; then its log gets the learnt mixes.
+
+        A ``forward`` for this would hide the names of fairseq's arguments, which torch.export reads.
+        """
+        if self.learns_mix and not mode:
             log_mixes(self)
-        return super().forward(*arguments, **options)
+        return super().train(mode)
 
     def load_state_dict(
         self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg: Any = None, args: Any = None

@@ -1,5 +1,7 @@
 """Promise 4: with alpha = beta = 0 a model is fairseq's own, keys, outputs and gradients."""
 
+import inspect
+
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
@@ -25,6 +27,7 @@ def test_without_evolution_a_model_is_fairseqs(arch, flags):
     stock = amplify_(build(arch, *flags, train=True), 20 if "bart" in arch else 4)
     ours = build("ea_transformer_base" if arch == "transformer" else f"ea_{arch}", *OFF, *flags, train=True)
     assert list(ours.state_dict()) == list(stock.state_dict())
+    assert inspect.signature(ours.forward) == inspect.signature(stock.forward), "torch.export reads the names"
     ours.load_state_dict(stock.state_dict())
     for left_pad in (True, False):
         source, target = batch([7, 4, 1], left_pad=left_pad), batch([5, 2, 6], eos_first=True)
