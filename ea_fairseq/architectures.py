@@ -96,11 +96,11 @@ def _lite(args: argparse.Namespace) -> None:
     _default(args, decoder_attention_heads=4)
 
 
-def _with_evolving_attention(fairseqs: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The preset that adds evolving attention to one of fairseq's own."""
+def _with_evolving_attention(fairseqs: Callable[[Any], None], **own: float) -> Callable[[Any], None]:
+    """The preset that adds evolving attention to one of fairseq's own; `own`: other values than the defaults."""
 
     def preset(args: argparse.Namespace) -> None:
-        _default(args, **DEFAULTS)
+        _default(args, **{**DEFAULTS, **own})
         _bf16_needs_no_tpu(args)
         fairseqs(args)
 
@@ -127,6 +127,11 @@ for _model in ("roberta", "bart", "transformer_lm", "cmlm_transformer"):
         if _model == "transformer_lm":
             _preset = _language_model(_preset)
         register_model_architecture(f"ea_{_model}", f"ea_{_name}")(_with_evolving_attention(_preset))
+
+for _name in ARCH_MODEL_INV_REGISTRY["transformer"]:
+    if _name not in ("transformer", "transformer_lite"):  # whose twins are ea_transformer_base and ea_transformer_lite
+        _preset = _with_evolving_attention(ARCH_CONFIG_REGISTRY[_name], ea_alpha=0.5)  # as ea_transformer_base
+        register_model_architecture("ea_transformer", f"ea_{_name}")(_preset)
 
 register_model_architecture("ea_bart", "ea_bart")(ARCH_CONFIG_REGISTRY["ea_bart_base"])
 # fairseq's transformer_lm normalises after each block, and all its named presets before, as this one does.

@@ -68,6 +68,14 @@ def test_presets_are_the_papers(arch, rule, branch, alpha, beta):
     assert beta in (None, args.ea_beta)
 
 
+@pytest.mark.parametrize("preset", ["transformer_iwslt_de_en", "transformer_wmt_en_de_big_t2t", "transformer_lite"])
+def test_the_twin_of_a_preset_of_fairseqs_has_its_sizes(preset):
+    evolving = vars(model_args(f"ea_{preset}"))
+    assert evolving["ea_alpha"] == (0.1 if preset == "transformer_lite" else 0.5)
+    sizes = {name: value for name, value in evolving.items() if not name.startswith("ea_")}
+    assert sizes == vars(model_args(preset)) | {"arch": f"ea_{preset}"}
+
+
 def test_a_named_rule_replaces_a_presets():
     """Without its alpha, `--ea-rule predictive` would predict nothing."""
     named = model_args("conv_transformer_lite", "--ea-rule", "predictive")
