@@ -584,7 +584,7 @@ def test_a_well_behaved_client_is_answered_soon(count, sent):
             assert client.get("/health").json()["status"] == "ok"
             answer = ask(client, "Ein Hund rennt über die Wiese.").json()
             assert answer["translations"][0][0]["text"] == "a dog runs through the grass."
-            assert time.monotonic() - began < 2 * crowd()
+            assert time.monotonic() - began < 4 * crowd()  # 2 on idle cores; beside these, other tests run
         server.send_signal(signal.SIGTERM)
         assert (server.wait(3 * crowd()), server.stderr.read()) == (0, "")
 
