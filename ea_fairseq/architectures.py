@@ -15,6 +15,8 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig, base_l
 
 from .options import DEFAULTS
 
+BASE = {"ea_alpha": 0.5}  # table 10; beta is 0.1, as everywhere
+
 
 def _default(args: argparse.Namespace, **values: Any) -> None:
     """Set what neither the command line nor a more special preset has set."""
@@ -32,10 +34,7 @@ def _bf16_needs_no_tpu(args: argparse.Namespace) -> None:
 @register_model_architecture("ea_transformer", "ea_transformer_base")
 def ea_transformer_base(args: argparse.Namespace) -> None:
     """fairseq's ``transformer`` (512 / 2048 / 8 heads / 6+6 layers) with evolving attention."""
-    _default(args, ea_alpha=0.5)  # table 10; beta is 0.1, as everywhere
-    _default(args, **DEFAULTS)
-    _bf16_needs_no_tpu(args)
-    base_architecture(args)
+    _with_evolving_attention(base_architecture, **BASE)(args)
 
 
 @register_model_architecture("ea_transformer", "ea_transformer_lite")
@@ -130,7 +129,7 @@ for _model in ("roberta", "bart", "transformer_lm", "cmlm_transformer"):
 
 for _name in ARCH_MODEL_INV_REGISTRY["transformer"]:
     if _name not in ("transformer", "transformer_lite"):  # whose twins are ea_transformer_base and ea_transformer_lite
-        _preset = _with_evolving_attention(ARCH_CONFIG_REGISTRY[_name], ea_alpha=0.5)  # as ea_transformer_base
+        _preset = _with_evolving_attention(ARCH_CONFIG_REGISTRY[_name], **BASE)
         register_model_architecture("ea_transformer", f"ea_{_name}")(_preset)
 
 register_model_architecture("ea_bart", "ea_bart")(ARCH_CONFIG_REGISTRY["ea_bart_base"])

@@ -144,8 +144,7 @@ def ours(problem: Problem) -> Path:
 
     def run() -> Results:
         if problem.kind == "encoder":
-            context, a_logit = attention(q, problem.padding, previous=problem.previous, keep_map=True)
-            return context, a_logit
+            return attention(q, problem.padding, previous=problem.previous, keep_map=True)
         padding = problem.padding if problem.kind == "decoder" else Padding(problem.padding, problem.padding)
         context, _ = attention(q, k, k, padding, need_weights=False, attn_mask=problem.future)
         return (context,)
