@@ -94,7 +94,7 @@ def evolve(
             module.map_before, previous.hands_on_map = previous.map_name, True
         if geometry == Geometry.ENCODER_SELF:
             before[stack] = module
-        module.register_forward_pre_hook(functools.partial(_hand_down_cache, _names(module)), with_kwargs=True)
+        module.register_forward_pre_hook(_hand_down_cache, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(functools.partial(_begin_call, _names(module)), with_kwargs=True)
@@ -286,8 +286,8 @@ def _attention(
     if layer is not None:
         known = 0 if layer.above is None else layer.above.size(3)
         if evolution.geometry == Geometry.DECODER_SELF and known + query.size(2) != key.size(2):
-            raise ValueError("past_key_values: holds keys and values without the rows of maps that the convolution "
-                             "reads; let the evolving model alone fill it, from the start")  # fmt: skip
+            raise ValueError("cache: holds keys and values without the rows of maps that the convolution reads; let "
+                             "the evolving model alone fill it, from the start")  # fmt: skip
         if layer.above is None and module.training and torch.is_grad_enabled():
             layer = None  # nothing goes on from a training step's cache, and no kernel has a backward pass with rows
     if layer is not None:
@@ -379,16 +379,17 @@ def _begin_call(
     return arguments, {**keywords, "evolving_maps": _Maps(need_weights, bound.get("attention_mask"))}
 
 
-def _hand_down_cache(
-    names: tuple[str, ...], module: Layer, arguments: tuple, keywords: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Before an attention layer's forward: the cache reaches the attention function too."""
+def _hand_down_cache(module: Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before an attention layer's forward: the cache reaches the attention function too.
+
+    Found by its type: its name was past_key_values before transformers 5.24, and is cache since.
+    """
     if module.config._attn_implementation != NAME:
         raise ValueError(
             f"attention implementation {module.config._attn_implementation!r} hides the attention map; expected "
             f"{NAME!r}: call model.set_attn_implementation({NAME!r})"
         )
-    cache = _bound(names, module, arguments, keywords).get("past_key_values")
+    cache = next((given for given in (*arguments, *keywords.values()) if isinstance(given, Cache)), None)
     return arguments, {**keywords, "evolving_cache": cache}
 
 

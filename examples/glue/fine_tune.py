@@ -92,7 +92,7 @@ def run(
         learner.train()
         for split in task.dev:
             # T5 gives these beside the scores.
-            others = ["past_key_values", "encoder_last_hidden_state"]
+            others = ["cache", "encoder_last_hidden_state"]
             scores, expected, _ = learner.predict(rows[split], ignore_keys=others)
             predicted = scores[:, 0] if scores.shape[1] == 1 else scores.argmax(1)
             measured = score(args.task, expected.tolist(), predicted.tolist())

@@ -350,6 +350,15 @@ def test_a_mistake_in_a_table_is_named(toy, before, after, message):
         tables.read(str(path))
 
 
+def test_two_recipes_of_one_name_would_share_their_runs(toy):
+    (toy / "other").mkdir()
+    other = shutil.copy(toy / "toy.toml", toy / "other")
+    with (toy / "tiny.toml").open("a") as file:
+        file.write(f'[[column]]\nrecipe = "{other}"\nlabel = "Other"\nmetric = "chrf"\n')
+    with pytest.raises(UserError, match="recipe: 'toy' is there twice"):
+        tables.read(str(toy / "tiny.toml"))
+
+
 def test_a_table_of_tokens_for_raw_text(toy, monkeypatch):
     """A model of raw text gives no tokens to score."""
     monkeypatch.setattr(tables.Preparation, "at", lambda data: types.SimpleNamespace(tokenizer="none"))
