@@ -283,13 +283,13 @@ def _attention(
         given = sum((more for more in (position_bias, summand) if more is not None), start=given).type_as(query)
     previous = evolving_maps.before(module, query.device)
     layer, above = _cached_layer(evolving_cache, module), None
-    if layer is not None:
-        known = 0 if layer.above is None else layer.above.size(3)
-        if evolution.geometry == Geometry.DECODER_SELF and known + query.size(2) != key.size(2):
-            raise ValueError("cache: holds keys and values without the rows of maps that the convolution reads; let "
-                             "the evolving model alone fill it, from the start")  # fmt: skip
-        if layer.above is None and module.training and torch.is_grad_enabled():
-            layer = None  # nothing goes on from a training step's cache, and no kernel has a backward pass with rows
+    known = 0 if layer is None or layer.above is None else layer.above.size(3)
+    reads_above = evolution.geometry == Geometry.DECODER_SELF and evolution.rows_above > 0
+    if reads_above and known + query.size(2) != key.size(2):
+        raise ValueError("cache: holds keys and values without the rows of maps that the convolution reads; let the "
+                         "evolving model alone fill it, from the start")  # fmt: skip
+    if layer is not None and layer.above is None and module.training and torch.is_grad_enabled():
+        layer = None  # nothing goes on from a training step's cache, and no kernel has a backward pass with rows
     if layer is not None:
         first = query.new_zeros(*query.shape[:2], evolution.rows_above, 0)
         above = first if layer.above is None else layer.above

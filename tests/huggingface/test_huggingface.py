@@ -388,7 +388,7 @@ def test_a_model_without_numbers_is_called_as_a_plain_one_is(name, place):
     assert evolving.shape == plain.shape
 
 
-def test_what_cannot_work_is_refused_by_name():
+def test_what_cannot_work_is_refused_by_name(monkeypatch):
     model, words = build("gpt2", beta=0.5).eval(), inputs("gpt2")["input_ids"]
     with pytest.raises(NotImplementedError, match=r"StaticLayer: .* DynamicCache"):
         model.generate(words, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
@@ -402,6 +402,9 @@ def test_what_cannot_work_is_refused_by_name():
     for without_rows in (rebuilt, cache):
         with pytest.raises(ValueError, match="cache: holds keys and values without the rows"):
             model(words[:, -1:], past_key_values=without_rows)
+    monkeypatch.setattr(huggingface, "Cache", EncoderDecoderCache)  # as if transformers handed down another kind
+    with pytest.raises(ValueError, match="cache: holds keys and values without the rows"):
+        model.generate(words, max_new_tokens=2, pad_token_id=0)
 
 
 @pytest.mark.parametrize(
