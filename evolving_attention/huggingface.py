@@ -193,11 +193,13 @@ class _Maps:
     Args:
         need_weights: whether the call returns the maps.
         mask: of the model's inputs; where it is B x (at least T), it is 0 where they are padded.
+        config: the model's.
     """
 
-    def __init__(self, need_weights: bool, mask: Tensor | None = None) -> None:
+    def __init__(self, need_weights: bool, mask: Tensor | None = None, config: PreTrainedConfig | None = None) -> None:
         self.need_weights = need_weights
-        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self.config = config
         self._of: dict[str, Tensor | None] = {}
         self._parts: list[tuple[Tensor | None, Geometry, tuple[Tensor | None, ...]]] = []  # of each mask of this call
 
@@ -210,8 +212,8 @@ class _Maps:
         if found is None:
             masked, summand = (None, None) if mask is None else _read_mask(mask)
             padding = None
-            if self._mask is not None and geometry != Geometry.DECODER_SELF:
-                padding = self._mask[:, -query.size(2) :].eq(0).to(query.device)
+            if self.mask is not None and geometry != Geometry.DECODER_SELF:
+                padding = self.mask[:, -query.size(2) :].eq(0).to(query.device)
             found = masked, hide_rows(masked, padding), summand
             self._parts.append((mask, geometry, found))
         return [x if x is None else x.to(query.device) for x in found]
@@ -376,7 +378,11 @@ def _begin_call(
     """Before a model's forward: new maps."""
     bound = _bound(names, model, arguments, keywords)
     need_weights = bool(bound.get("output_attentions"))  # transformers lets no configuration ask for them
-    return arguments, {**keywords, "evolving_maps": _Maps(need_weights, bound.get("attention_mask"))}
+    mask, outer = bound.get("attention_mask"), keywords.get("evolving_maps")
+    has_four_axes = isinstance(mask, Tensor) and mask.dim() == 4
+    if outer and outer.config is model.config and has_four_axes and not model.config.is_encoder_decoder:
+        mask = outer.mask  # DINOv2's encoder is a model of its own, which is handed a mask that its model has made
+    return arguments, {**keywords, "evolving_maps": _Maps(need_weights, mask, model.config)}
 
 
 def _hand_down_cache(module: Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -325,6 +325,20 @@ def test_a_model_of_two_models_evolves(encoder, tmp_path):
 
 
 @torch.no_grad()
+def test_patches_that_dinov2_masks_change_nothing():
+    """Its encoder is a model of its own, which is handed a mask of four axes."""
+    torch.manual_seed(1)
+    model = evolve(AutoModel.from_config(tiny("dinov2")).double(), alpha=0.4, beta=0.5).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    pictures, mask = inputs("vit")["pixel_values"], torch.tensor([[1] * 4 + [0]] * 3)
+    expected = model(pictures, attention_mask=mask)[0]
+    pictures[..., 4:, 4:] += 1  # of the last patch
+    assert_close(model(pictures, attention_mask=mask)[0][:, :4], expected[:, :4])
+    assert not torch.allclose(model(pictures)[0][:, :4], expected[:, :4])
+
+
+@torch.no_grad()
 def test_rows_of_a_cache_are_repeated_selected_and_forgotten():
     model, words = build("gpt2", beta=0.5).eval(), inputs("gpt2")["input_ids"]
     cache = DynamicCache()
