@@ -193,7 +193,7 @@ class _Maps:
     Args:
         need_weights: whether the call returns the maps.
         mask: of the model's inputs; where it is B x (at least T), it is 0 where they are padded.
-        config: the model's.
+        config: the model's configuration.
     """
 
     def __init__(self, need_weights: bool, mask: Tensor | None = None, config: PreTrainedConfig | None = None) -> None:
@@ -381,7 +381,7 @@ def _begin_call(
     mask, outer = bound.get("attention_mask"), keywords.get("evolving_maps")
     has_four_axes = isinstance(mask, Tensor) and mask.dim() == 4
     if outer and outer.config is model.config and has_four_axes and not model.config.is_encoder_decoder:
-        mask = outer.mask  # DINOv2's encoder is a model of its own, which is handed a mask that its model has made
+        mask = outer.mask  # DINOv2's encoder is a PreTrainedModel too; DINOv2 makes this mask for it from the user's
     return arguments, {**keywords, "evolving_maps": _Maps(need_weights, mask, model.config)}
 
 

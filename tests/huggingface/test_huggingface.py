@@ -326,7 +326,7 @@ def test_a_model_of_two_models_evolves(encoder, tmp_path):
 
 @torch.no_grad()
 def test_patches_that_dinov2_masks_change_nothing():
-    """Its encoder is a model of its own, which is handed a mask of four axes."""
+    """Its encoder is a PreTrainedModel too, and gets a mask of four axes."""
     torch.manual_seed(1)
     model = evolve(AutoModel.from_config(tiny("dinov2")).double(), alpha=0.4, beta=0.5).eval()
     for parameter in model.parameters():
@@ -406,7 +406,7 @@ def test_what_cannot_work_is_refused_by_name(monkeypatch):
     model, words = build("gpt2", beta=0.5).eval(), inputs("gpt2")["input_ids"]
     with pytest.raises(NotImplementedError, match=r"StaticLayer: .* DynamicCache"):
         model.generate(words, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
-    with pytest.raises((NotImplementedError, ValueError), match=r"[Aa]ssisted decoding"):  # since 5.24 by itself
+    with pytest.raises((NotImplementedError, ValueError), match=r"[Aa]ssisted decoding"):  # from transformers 5.24
         model.generate(words[:1], max_new_tokens=4, assistant_model=build("gpt2"), pad_token_id=0)
     cache = model(words[:, :-2], use_cache=True).past_key_values
     with pytest.raises(NotImplementedError, match="assisted decoding, which takes back tokens, does not work"):

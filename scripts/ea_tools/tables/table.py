@@ -106,8 +106,8 @@ class Table(Form):
     @model_validator(mode="after")
     def _has_names_once(self) -> Self:
         labels = [row.label for row in self.rows]
-        named = [Path(name).stem for name in self.recipes]  # files in two folders would share their runs
-        for kind, names in (("row", labels), ("column", [column.label for column in self.columns]), ("recipe", named)):
+        stems = [Path(name).stem for name in self.recipes]  # files in two folders would share their runs
+        for kind, names in (("row", labels), ("column", [column.label for column in self.columns]), ("recipe", stems)):
             if twice := [label for label in names if names.count(label) > 1]:
                 raise UserError(f"{kind}: {twice[0]!r} is there twice; give each a different name")
         for row in self.rows:
