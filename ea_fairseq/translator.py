@@ -67,12 +67,6 @@ class FairseqTranslator(Translator):
         self.hub.to(device)
         return self
 
-    def hypotheses(
-        self, lines: Iterable[str], beam: int = 5, lenpen: float = 1.0, first: int = 1, **settings: Any
-    ) -> list[list[tuple[str, float]]]:
-        """The ``beam`` best translations of each line with their scores; see ``scored``."""
-        return self.scored(lines, beam, lenpen, n_best=beam, first=first, **settings)
-
     @property
     def kinds(self) -> dict[str, type]:
         """The settings of fairseq-generate that the search reads, and their types."""
