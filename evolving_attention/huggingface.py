@@ -201,21 +201,22 @@ class _Maps:
         self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self.config = config
         self._of: dict[str, Tensor | None] = {}
-        self._parts: list[tuple[Tensor | None, Geometry, tuple[Tensor | None, ...]]] = []  # of each mask of this call
+        self._parts: list[tuple[Tensor | None, bool, tuple[Tensor | None, ...]]] = []  # of each mask of this call
 
-    def read(self, mask: Tensor | None, geometry: Geometry, query: Tensor) -> list[Tensor | None]:
+    def read(self, mask: Tensor | None, is_causal: bool, query: Tensor) -> list[Tensor | None]:
         """The masked places, the hidden ones, and the summand of the logits; all broadcast to B x K x T x S.
 
-        Once for the layers that share a mask: reading waits for a GPU, and hiding rows makes a new mask.
+        Once for the layers that share a mask: reading waits for a GPU, and hiding rows makes a new mask. A causal mask
+        hides the rows of padding on the left by itself, and no row reads those of padding on the right.
         """
-        found = next((parts for other, kind, parts in self._parts if other is mask and kind == geometry), None)
+        found = next((parts for other, kind, parts in self._parts if other is mask and kind == is_causal), None)
         if found is None:
             masked, summand = (None, None) if mask is None else _read_mask(mask)
             padding = None
-            if self.mask is not None and geometry != Geometry.DECODER_SELF:
+            if self.mask is not None and not is_causal:
                 padding = self.mask[:, -query.size(2) :].eq(0).to(query.device)
             found = masked, hide_rows(masked, padding), summand
-            self._parts.append((mask, geometry, found))
+            self._parts.append((mask, is_causal, found))
         return [x if x is None else x.to(query.device) for x in found]
 
     def keep(self, module: Layer, a_logit: Tensor) -> None:
@@ -249,6 +250,7 @@ def _attention(
     dropout: float = 0.0,
     position_bias: Tensor | None = None,
     *,
+    is_causal: bool | None = None,
     evolving_maps: _Maps | None = None,
     evolving_cache: Cache | None = None,
     **_: Any,
@@ -276,7 +278,8 @@ def _attention(
         if evolution.geometry != Geometry.ENCODER_DECODER:  # GPT-2 hands nothing down to these
             raise ValueError(f"{module.map_name}: maps belong to a call of a whole model; call that, not a part of it")
         evolving_maps = _Maps(need_weights=True)
-    masked, hidden, summand = evolving_maps.read(attention_mask, evolution.geometry, query)
+    causal = evolution.geometry == Geometry.DECODER_SELF and is_causal is not False  # transformers: False lifts it
+    masked, hidden, summand = evolving_maps.read(attention_mask, causal, query)
     if evolution.geometry == Geometry.ENCODER_DECODER and not getattr(module, "has_relative_attention_bias", True):
         position_bias = None  # T5 gives zeros, and a kernel is faster without them
     given = None

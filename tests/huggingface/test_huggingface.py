@@ -269,6 +269,14 @@ def test_padding_on_the_left_of_decoder_inputs_changes_nothing():
     assert_close(stepped.logits[:1, -1], alone[:, -1])
 
 
+def test_padding_on_the_left_changes_nothing_where_a_decoder_sees_the_future():
+    model, words = build("gpt2", alpha=0.4, beta=0.5).eval(), inputs("gpt2")["input_ids"][:1]
+    alone = model(words[:, 2:], attention_mask=MASK[:1, 2:], is_causal=False).logits
+    at = torch.tensor([[0, 0, 0, 1, 2, 3]])
+    padded = model(words, attention_mask=MASK[:1], position_ids=at, is_causal=False).logits
+    assert_close(padded[:, 2:], alone)
+
+
 def test_other_models_of_the_same_configuration_stay():
     config, batch = tiny("bert"), inputs("bert")
     stock = BertModel(config)
