@@ -206,10 +206,10 @@ class _Maps:
     def read(self, mask: Tensor | None, is_causal: bool, query: Tensor) -> list[Tensor | None]:
         """The masked places, the hidden ones, and the summand of the logits; all broadcast to B x K x T x S.
 
-        Once for the layers that share a mask: reading waits for a GPU, and hiding rows makes a new mask. A causal mask
-        hides the rows of padding on the left by itself, and no row reads those of padding on the right.
+        Once for the layers that share a mask: reading waits for a GPU, and hiding rows makes a new mask. Where the mask
+        is causal, it already hides the rows of padding on the left, and no row reads padding on the right.
         """
-        found = next((parts for other, kind, parts in self._parts if other is mask and kind == is_causal), None)
+        found = next((parts for other, causal, parts in self._parts if other is mask and causal == is_causal), None)
         if found is None:
             masked, summand = (None, None) if mask is None else _read_mask(mask)
             padding = None
@@ -278,7 +278,8 @@ def _attention(
         if evolution.geometry != Geometry.ENCODER_DECODER:  # GPT-2 hands nothing down to these
             raise ValueError(f"{module.map_name}: maps belong to a call of a whole model; call that, not a part of it")
         evolving_maps = _Maps(need_weights=True)
-    causal = evolution.geometry == Geometry.DECODER_SELF and is_causal is not False  # transformers: False lifts it
+    # With False, transformers masks padding alone.
+    causal = evolution.geometry == Geometry.DECODER_SELF and is_causal is not False
     masked, hidden, summand = evolving_maps.read(attention_mask, causal, query)
     if evolution.geometry == Geometry.ENCODER_DECODER and not getattr(module, "has_relative_attention_bias", True):
         position_bias = None  # T5 gives zeros, and a kernel is faster without them
