@@ -56,7 +56,7 @@ class Entry:
             return "not run" + paper
         difference = ""
         if self.differences:
-            difference = f", Δ {spread(self.differences.values(), '+.2f')} ({self._significance()})"
+            difference = f", Δ {spread(self.differences.values(), '+z.2f')} ({self._significance()})"
         return spread(self.values) + difference + paper
 
     def _significance(self) -> str:

@@ -427,6 +427,6 @@ def report(result: dict[str, Any]) -> None:
     for name in filter(against.get, metrics.LABELS):
         test = against[name]
         print(
-            f"  {metrics.LABELS[name]} against {against['run']}: {test['difference']:+.2f}, "
+            f"  {metrics.LABELS[name]} against {against['run']}: {test['difference']:+z.2f}, "
             f"p = {test['p']:.3f} (paired bootstrap)  {test['signature']}"
         )
