@@ -138,7 +138,7 @@ def connections(url, count, sent):
 
 
 def rest(connection):
-    """What the server still says before it closes the connection, within 10 seconds."""
+    """The bytes that the server sends before it closes the connection, within 10 seconds."""
     said = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(100_000):
@@ -571,12 +571,14 @@ def posted(**body):
     return POST + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
+#: a word of which two lines fill a call of the translator: a subword for each letter
+LONG = "q" * 250
 #: attack -> connections, and what each sends
 ATTACKS = {
     "headers that never end": (160, POST + b"X: "),  # more than the process may have files
     "bodies that never end": (160, POST + b"Content-Length: 9\r\n\r\n{"),
     "answers that nobody reads": (8, GET % b"" * 1000),
-    "long words": (8, posted(lines=["q" * 250] * 99)),
+    "long words": (8, posted(lines=[LONG] * 99)),
     "wide searches": (8, posted(lines=["q" * 55], beam=20)),
 }
 
@@ -586,7 +588,7 @@ def largest_call():
     """Processor seconds of the largest call that the limits let through: two of the long words."""
     translator = Translator(PRETRAINED, threads=1)
     began = time.process_time()
-    translator.translate(["q" * 250] * 2)
+    translator.translate([LONG] * 2)
     return time.process_time() - began
 
 

@@ -43,7 +43,7 @@ def row_of(table, label):
     ],
 )  # fmt: skip
 def test_a_run_is_named_by_its_model_so_that_tables_share_it(name, label, flags, run):
-    """A row's own precision is what it compares, and other flags of the launch make no other model."""
+    """A row's own precision is part of the name; other flags of the launch are not."""
     table = tables.read(name)
     row = row_of(table, label)
     changed = row.model_copy(update={"flags": [*row.flags, *flags.split()]})
