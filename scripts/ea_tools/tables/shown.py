@@ -38,7 +38,8 @@ SCORES = {
     "Multi30k De-En, small, 1,500 updates": ("multi30k-laptop-systems", LITE),
     "the same, with relative positions": ("multi30k-laptop-systems", ["Relative positions alone", *RELATIVE]),
     "Multi30k En-De, a published recipe": ("multi30k-published", SYSTEMS),
-    "the published recipe, with R-Drop": ("multi30k-published", [f"{system}, R-Drop" for system in SYSTEMS]),
+    "Multi30k En-Fr, the same recipe": ("multi30k-published-en-fr", SYSTEMS),
+    "En-De, with R-Drop": ("multi30k-published", [f"{system}, R-Drop" for system in SYSTEMS]),
     "IWSLT'14 De-En, 42,373 of 160,239 pairs, small": ("iwslt14-subset", LITE),
     "the same pairs, with relative positions": ("iwslt14-subset", ["Relative positions", *RELATIVE]),
 }
