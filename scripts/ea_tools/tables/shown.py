@@ -21,7 +21,7 @@ TRAINING: dict[str, tuple[str, ...]] = {
     "one thread": ("training-lite-1-thread", "training-base-1-thread"),
     "two threads": ("training-lite-2-threads", "training-base-2-threads"),
 }
-#: a label -> beam and sentences at once
+#: a label -> beam and sentences a batch
 DECODING = {
     "greedy, one sentence at a time": (1, "1"),
     "greedy, 8 sentences": (1, "8"),
