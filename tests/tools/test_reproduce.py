@@ -575,6 +575,7 @@ def test_missing_cells_are_run_once(toy, run):
     flags = options(toy, "--rows", "Plain", "Evolving", "--no-tensorboard", "--gpus", 0)
     first = script("reproduce.sh", *flags)
     assert first.returncode == 1, "one run was not made by train.sh, which says so"
+    assert f">> {made}/reproduce.log" in first.stderr, "people can watch it there"
     assert "scripts/train.sh did not make" in (made / "reproduce.log").read_text()
     prepared = recipes.read(f"{toy}/toy.toml").data
     assert script("evaluate.sh", "--data", prepared, "--run", made, "--average", 2).returncode == 0

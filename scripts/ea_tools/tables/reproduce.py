@@ -283,7 +283,7 @@ def run_cell(cell: Cell, slot: dict[str, str], quiet: bool, ending: threading.Ev
     cell.folder.mkdir(parents=True, exist_ok=True)
     with (cell.folder / "reproduce.log").open("a") if quiet else contextlib.nullcontext() as output:
         for command in cell.commands:
-            say("+ " + shlex.join(command))
+            say(f"+ {shlex.join(command)}{f' >> {shlex.quote(output.name)}' if output else ''}")
             with subprocess.Popen(command, env={**os.environ, **slot}, stdout=output, stderr=output) as process:
                 while process.poll() is None:
                     if ending.wait(0.1):
